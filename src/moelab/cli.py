@@ -351,7 +351,8 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
     from moelab.plan import headroom_gib
-    from moelab.search import VARIED, recommend, recommendation_text, search, search_text
+    from moelab.recommendation import recommend, recommendation_text, search_text
+    from moelab.search import VARIED, search
 
     if options.load:
         raise BadInput("--load applies to a single plan; leave it out with --search")
@@ -376,7 +377,8 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 def _project(options: argparse.Namespace) -> int:
     from moelab.projection.calibration import CALIBRATION, read_calibration
     from moelab.projection.project import arms_text, project, projection_text
-    from moelab.search import better_layout, better_text, chosen_fields
+    from moelab.recommendation import better_layout, better_text
+    from moelab.search import chosen_fields
 
     chosen, _ = _arms_and_model(options)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION

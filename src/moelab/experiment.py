@@ -278,6 +278,11 @@ class Experiment(BaseModel):
         return self.microbatch if self.pp > 1 or self.accumulate_gradients else self.local_batch
 
     @property
+    def global_batch(self) -> int:
+        """Sequences of a step over all ranks; ranks that the other axes do not divide are rounded down."""
+        return self.local_batch * max(1, self.world_size // (self.pp * self.tp * self.cp))
+
+    @property
     def model_label(self) -> str:
         """The model, and how it differs from the one of that name.
 

@@ -190,11 +190,6 @@ def quoted(value: float, source: str) -> SourcedNumber:
     return SourcedNumber(value=value, label="quoted", source=source)
 
 
-def mib(value: float, label: Label, source: str) -> SourcedNumber:
-    """Memory in GiB from a number of MiB."""
-    return SourcedNumber(value=value / 1024, label=label, source=source)
-
-
 def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
     """A GPU by its row, which must have nothing else."""
     changes: dict[str, Any] = {"name": name}
@@ -298,20 +293,18 @@ def _weakest(kinds: Sequence[Gpu]) -> Gpu:
 def gpu_from(info: GpuInfo) -> Gpu:
     """A GPU as nvidia-smi lists it, with the figures of its exact model where they are known."""
     kind = known_gpu(info.name) or Gpu(name=info.name, capability=None, memory_gib=None)
-    memory = _memory(info)
-    return replace(kind, capability=info.capability or kind.capability, memory_gib=memory or kind.memory_gib)
-
-
-def _memory(info: GpuInfo) -> SourcedNumber | None:
-    if info.memory_mib and " MIG " in info.name:
-        return mib(info.memory_mib, "derived", f"the profile of the MIG instance ({info.name})")
+    memory = kind.memory_gib
     if info.memory_mib:
-        return mib(info.memory_mib, "measured", "nvidia-smi on this machine")
-    if info.name in SHARES_MEMORY:
-        return SourcedNumber(
-            value=memory_bytes() / 2**30, label="measured", source="this machine's memory, which the GPU shares"
+        is_mig = " MIG " in info.name
+        memory = SourcedNumber(
+            value=info.memory_mib / 1024,
+            label="derived" if is_mig else "measured",
+            source=f"the profile of the MIG instance ({info.name})" if is_mig else "nvidia-smi on this machine",
         )
-    return None
+    elif info.name in SHARES_MEMORY:
+        source = "this machine's memory, which the GPU shares"
+        memory = SourcedNumber(value=memory_bytes() / 2**30, label="measured", source=source)
+    return replace(kind, capability=info.capability or kind.capability, memory_gib=memory)
 
 
 _HERE: dict[str, Callable[[], Cluster]] = {"local": _local, "cpu": _cpu}

@@ -23,7 +23,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
 from moelab.memory import MemoryConstants, MemoryEstimate, estimate, memory_constants
-from moelab.model import ParameterCounts, count_parameters, shape_for
+from moelab.model import count_parameters, shape_for
 from moelab.model.hugging_face import HuggingFaceModel
 from moelab.titan.arms import PUBLISHED, SHARED, config_name, named_arms
 
@@ -95,11 +95,6 @@ class Plan:
     differences: tuple[PublishedDifference, ...]
 
     @property
-    def parameters(self) -> ParameterCounts:
-        """Of the whole model."""
-        return count_parameters(shape_for(self.experiment))
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Notes on the layout, and on memory where nothing can be said of it."""
         if self.memory is None or self.fits is not None:
@@ -115,12 +110,14 @@ class Plan:
         """The plan as one JSON object; ``memory_gib`` is what TorchTitan prints, ``total_gib`` what must fit."""
         memory, layout, x = self.memory, self.verdict.layout, self.experiment
         worst, buffer = (memory.worst, memory.buffer) if memory else (None, None)
+        counts = count_parameters(shape_for(x))
         layout_json: dict[str, Any] = {}
         if layout is not None:
-            sequences = x.local_batch * layout.data_parallel
-            tokens, bubble = sequences * x.seq_len, round(bubble_of(x, layout), 6)
-            layout_json = asdict(layout) | {"global_batch": sequences, "tokens_per_step": tokens}
-            layout_json["bubble_fraction"] = bubble
+            layout_json = asdict(layout) | {
+                "global_batch": x.global_batch,
+                "tokens_per_step": x.global_batch * x.seq_len,
+                "bubble_fraction": round(bubble_of(x, layout), 6),
+            }
         by_rank = [
             {"pp_rank": stage.rank, "memory_gib": round(stage.reserved_gib, 2), "total_gib": round(stage.total_gib, 2)}
             | {"moment": stage.moment, "parts_gib": {name: round(gib, 3) for name, gib in stage.parts.items()}}
@@ -132,7 +129,7 @@ class Plan:
             "reasons": list(self.verdict.reasons),
             "notes": list(self.notes),
             "layout": layout_json,
-            "parameters": {"total": self.parameters.total, "active": self.parameters.active},
+            "parameters": {"total": counts.total, "active": counts.active},
             "memory_gib": worst and round(worst.reserved_gib, 2),
             "outside_gib": worst and round(worst.outside_gib, 2),
             "total_gib": worst and round(worst.total_gib, 2),
@@ -277,7 +274,7 @@ def study_text(plans: Sequence[Plan]) -> str:
 
 def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
     """A plan for a person."""
-    x, count, layout, counts = plan.experiment, len(plan.verdict.reasons), plan.verdict.layout, plan.parameters
+    x, count, layout = plan.experiment, len(plan.verdict.reasons), plan.verdict.layout
     if count:
         verdict = f"illegal, {count} reason{'s' if count > 1 else ''}"
     else:
@@ -288,7 +285,7 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
         f"hardware {x.hardware}"
     ]
     lines += rows("", plan.verdict.reasons, bullet="- ")
-    lines += rows("model", [f"{amount(counts.total)} parameters, {amount(counts.active)} active per token"])
+    lines += rows("model", [parameters_text(x)])
     if layout is not None:
         lines += layout_lines(x, layout)
     lines += memory_lines(plan)
@@ -305,14 +302,13 @@ def plan_text(plan: Plan, *, with_differences: bool = True) -> str:
 def layout_lines(experiment: Experiment, layout: Layout) -> list[str]:
     """Degrees, batch and pipeline, and what each of the first and last pipeline ranks holds."""
     degrees = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    sequences = experiment.local_batch * layout.data_parallel
     lines = rows("layout", [f"{degrees} · ep {layout.ep}, experts sharded by {layout.efsdp}"])
     lines += rows(
         "batch",
         [
             f"{layout.microbatches} x {layout.microbatch_size} sequences on {layout.data_parallel} data-parallel "
-            f"ranks: {sequences:,} sequences, "
-            f"{tokens_text(sequences * experiment.seq_len)} a step"
+            f"ranks: {experiment.global_batch:,} sequences, "
+            f"{tokens_text(experiment.global_batch * experiment.seq_len)} a step"
         ],
     )
     if layout.pp > 1:
@@ -344,6 +340,29 @@ def amount(parameters: int) -> str:
     ('671 G', '2.184 M')
     """
     return f"{parameters / 1e9:.4g} G" if parameters >= 1e9 else f"{parameters / 1e6:.4g} M"
+
+
+def parameters_text(experiment: Experiment) -> str:
+    """Parameters of an experiment's model, and how many of them a token meets."""
+    counts = count_parameters(shape_for(experiment))
+    return f"{amount(counts.total)} parameters, {amount(counts.active)} active per token"
+
+
+def layout_words(experiment: Experiment) -> str:
+    """A layout in one line; degrees of one are left out, as is what follows from the others.
+
+    >>> layout_words(Experiment(gpus_per_node=8, ep=8, dp_shard=8, local_batch=2))
+    'FSDP 8, EP 8, 2 sequences at a time, checkpointing none'
+    """
+    x = experiment
+    shard = x.dp_shard if x.dp_shard > 0 else x.world_size // (x.pp * x.tp * x.cp * x.dp_replicate)
+    names = {"PP": x.pp, "replicas": x.dp_replicate, "FSDP": shard, "CP": x.cp, "TP": x.tp, "EP": x.ep}
+    degrees = [f"{name} {degree}" for name, degree in names.items() if degree > 1 or name == "EP"]
+    degrees[:1] = [f"{degrees[0]} ({x.pp_schedule})"] if x.pp > 1 else degrees[:1]
+    size = x.sequences_at_once
+    at_once = f"{size} sequence{'s' if size > 1 else ''} at a time"
+    at_once += f", {x.local_batch // size} times" if size < x.local_batch else ""
+    return f"{', '.join(degrees)}, {at_once}, checkpointing {x.activation_checkpoint}"
 
 
 def spans(modules: tuple[str, ...]) -> str:

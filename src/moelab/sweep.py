@@ -136,24 +136,21 @@ def by_gpus(experiment: Experiment, gpus: Sequence[int], *, calibration: Calibra
         gpus: how many.
         calibration: constants of the model.
     """
-    global_batch = experiment.local_batch * experiment.world_size // (experiment.pp * experiment.tp * experiment.cp)
     points = []
     for kind, count in product(PROFILES, gpus):
-        best = max(_fitting(experiment, kind, count, global_batch, calibration), key=lambda one: one.tps, default=None)
+        best = max(_fitting(experiment, kind, count, calibration), key=lambda one: one.tps, default=None)
         if best is not None:
             points.append(Point(series=kind, x=count, projection=best))
     return points
 
 
-def _fitting(
-    experiment: Experiment, kind: str, count: int, global_batch: int, calibration: Calibration
-) -> Iterator[Projection]:
+def _fitting(experiment: Experiment, kind: str, count: int, calibration: Calibration) -> Iterator[Projection]:
     node = min(count, GPUS_OF_NODE[kind])
     for pp, tp, ep in product(*LAYOUTS.values()):
         shards, over = divmod(count, pp * tp)
-        if over or not shards or global_batch % shards:
+        if over or not shards or experiment.global_batch % shards:
             continue
-        sizes = {"nodes": count // node, "gpus_per_node": node, "local_batch": global_batch // shards}
+        sizes = {"nodes": count // node, "gpus_per_node": node, "local_batch": experiment.global_batch // shards}
         degrees = {"pp": pp, "tp": tp, "ep": ep, "dp_shard": -1, "dp_replicate": 1, "cp": 1, "microbatch": 1}
         cluster = cluster_like(kind, nodes=count // node)
         try:

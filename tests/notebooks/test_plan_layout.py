@@ -19,7 +19,8 @@ from moelab.notebooks import PlanParameters, execute, read_parameters, validated
 from moelab.notebooks.batch import END_MARKER, NotebookFailed
 from moelab.plan import headroom_gib, plan
 from moelab.projection.project import project
-from moelab.search import recommend, search
+from moelab.recommendation import recommend
+from moelab.search import search
 
 ROOT = Path(__file__).parents[2]
 NAME = "05_plan_layout"

@@ -86,7 +86,7 @@ def test_import_and_help_load_nothing_heavy() -> None:
     assert loaded_by(ask, HEAVY) == []
     heavy = ("torch", "tensorboard", "plotly")
     assert loaded_by("import moelab.analysis, moelab.runs, moelab.study_report", heavy) == []
-    light = "import moelab.projection.project, moelab.search, moelab.titan.verify, moelab.privacy"
+    light = "import moelab.projection.project, moelab.recommendation, moelab.titan.verify, moelab.privacy"
     assert loaded_by(light, ("torch", "torchtitan", "plotly", "pandas", "detect_secrets")) == []
 
 

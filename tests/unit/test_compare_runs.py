@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from figure_support import shown_page
+from figure_support import shown_page, title
 from run_support import make_run
 from stand_in import step_line
 
@@ -204,8 +204,12 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert far.verdict is not None
     assert near.verdict.interval == alone.verdicts[0].interval
     assert near.nats == pytest.approx(0.0035, abs=1e-6)
-    ends = difference_curve(found.sides[0], found.sides[1], near).iloc[-1][["low", "high"]].tolist()
-    assert ends == pytest.approx([near.verdict.interval.low, near.verdict.interval.high], abs=1e-9)
+    # The last point of the drawn difference is the verdict, as in a study.
+    drawn = {one.caption: one.figure for one in report_figures(found)}
+    curves = drawn["Difference of s: MXFP8 + standard all-to-all from s: BF16 + standard all-to-all, paired by seed."]
+    mean = next(trace for trace in curves.data if trace.name == "mean over seeds")
+    assert mean.y[-1] == pytest.approx(near.verdict.mean_difference_nats, abs=1e-9)
+    assert sum("paired by seed" in caption for caption in drawn) == 4  # all verdicts in one, then each
     assert same.nats == 0.0
     assert far.verdict.answer is Answer.DIFFERENT
     assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]
@@ -293,6 +297,8 @@ def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) ->
     assert all(said in figure.figure.layout.title.text for figure in (loss, difference))
     curve = next(trace for trace in loss.figure.data if trace.name == "bad")
     assert (curve.x[-1], curve.y[-1]) == (30, pytest.approx(7.7))
+    assert "Inset" not in title(loss.figure)  # only one of the two has an end to enlarge
+    assert "Inset: the last 10 % of steps." in title(report_figures(compared(sound))[0].figure)
     assert [side["final_loss_nats"] is None for side in found.to_json()["sides"]] == [False, True]
 
 

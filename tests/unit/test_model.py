@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from moelab.errors import BadInput, Refused
@@ -21,7 +19,6 @@ from moelab.model import (
     parameters,
     shape_for,
     shape_of,
-    token_traffic,
 )
 from moelab.titan.models import model_spec
 
@@ -180,21 +177,6 @@ def test_a_thin_model_keeps_every_other_dimension() -> None:
     thin = shape_of("671B").thin(dense_layers=1, moe_layers=2, num_experts=32)
     assert (thin.n_layers, thin.n_dense_layers, thin.n_moe_layers, thin.num_experts) == (3, 1, 2, 32)
     assert (thin.dim, thin.moe_hidden_dim, thin.top_k) == (7168, 2048, 8)
-
-
-@given(tokens=st.integers(1, 10_000), copies=st.floats(1, 8), model=st.sampled_from(MODELS))
-def test_traffic_is_proportional_and_cheaper_when_quantised(tokens: int, copies: float, model: str) -> None:
-    shape = shape_of(model)
-    bf16 = token_traffic(shape, tokens, copies=copies)
-    assert bf16.dispatch_bytes == bf16.combine_bytes == pytest.approx(tokens * copies * shape.dim * 2)
-    for precision in ("mxfp8", "fp8"):
-        low = token_traffic(shape, tokens, precision=precision, copies=copies)
-        assert low.dispatch_bytes == low.combine_gradient_bytes == pytest.approx(bf16.dispatch_bytes * 33 / 64)
-        assert low.combine_bytes == low.dispatch_gradient_bytes == bf16.combine_bytes
-
-
-def test_a_plain_all_to_all_sends_a_token_to_each_of_its_experts() -> None:
-    assert token_traffic(shape_of("671B"), 1).dispatch_bytes == 8 * 7168 * 2
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:

@@ -49,19 +49,8 @@ from moelab.projection.project import (
 )
 from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s, work_s
 from moelab.projection.uncertainty import gain_interval
-from moelab.search import (
-    CONSIDERED,
-    POLICIES,
-    TRIED,
-    Space,
-    answer_lines,
-    better_layout,
-    better_text,
-    recommend,
-    recommendation_text,
-    search,
-    sequences_of,
-)
+from moelab.recommendation import TRIED, answer_lines, better_layout, better_text, recommend, recommendation_text
+from moelab.search import CONSIDERED, POLICIES, Space, search
 from moelab.titan.arms import named_arms
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -379,7 +368,7 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
 def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     """Against a projection of every legal layout that fits, with every checkpointing."""
     experiment = NODE.model_copy(update={"local_batch": 4})
-    batch, everything = {"global_batch": sequences_of(experiment)}, []
+    batch, everything = {"global_batch": experiment.global_batch}, []
     for policy in POLICIES:
         one = experiment.model_copy(update={"activation_checkpoint": policy})
         everything += search(one, limit=10**6, headroom_gib=headroom_gib(one), **batch).candidates
@@ -454,11 +443,25 @@ def test_a_search_uses_the_network_that_it_is_given() -> None:
     assert gain.without.tps != other.without.tps
 
 
+@pytest.mark.parametrize(
+    ("hardware", "other"), [("h200_node", "h100_node"), ("h100_node", "b200_node"), ("cpu", "h200_node")]
+)
+def test_a_search_on_another_cluster_goes_by_the_memory_and_rules_of_its_gpus(hardware: str, other: str) -> None:
+    experiment = NODE.model_copy(update={"local_batch": 16, "hardware": other})
+    fixed = ("cp", "dp_replicate", "tp", "pp_schedule")
+    expected = recommend(experiment, fixed=fixed, limit=3, settings=False)
+    moved = experiment.model_copy(update={"hardware": hardware})
+    found = recommend(moved, cluster_of(other), fixed=fixed, limit=3, settings=False)
+    assert found.ranked
+    assert found.to_json() == expected.to_json()
+
+
 def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
     odd = Experiment(**{**SMALL, "hardware": "h100_x1024", "gpus_per_node": 6, "nodes": 4, "ep": 8})
     assert check(odd).legal
     with pytest.raises(Refused, match=r"ep is 8 on nodes of 6 GPUs.* ep 1, 2"):
         project(odd)
+    assert "inside a node" in answer_lines(recommend(odd, fixed=["ep"]))[0]  # not a matter of memory
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,12 +111,14 @@ def test_a_field_that_is_not_varied_cannot_be_fixed() -> None:
         search(SMALL, fixed=["seq_len"])
 
 
-def test_the_global_batch_is_kept() -> None:
-    found = search(PUBLISHED, global_batch=4096, fixed=("microbatch", "pp_schedule"), limit=100)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_global_batch_is_kept(cp: int) -> None:
+    experiment = PUBLISHED.model_copy(update={"cp": cp})
+    found = search(experiment, global_batch=4096, fixed=("microbatch", "pp_schedule", "cp"), limit=100)
     assert found.candidates
     for candidate in found.candidates:
         x = candidate.experiment
-        assert x.local_batch * x.dp_replicate * x.dp_shard == 4096
+        assert x.local_batch * x.dp_replicate * x.dp_shard == x.global_batch == 4096
     assert search(SMALL, global_batch=7).candidates, "one data-parallel rank can take any batch"
 
 

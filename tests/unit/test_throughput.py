@@ -7,7 +7,7 @@ from scipy import stats
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
-from moelab.analysis.throughput import arm_throughput, gain
+from moelab.analysis.throughput import arm_throughput, gain, interaction
 from moelab.errors import BadInput
 
 
@@ -32,7 +32,10 @@ def test_warmup_is_discarded_and_a_slow_step_does_not_move_the_median():
 
 def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
     values = {0: 900.0, 1: 1000.0, 2: 1150.0}
-    (result,) = arm_throughput(throughput_table({"bf16_standard": values}))
+    table = throughput_table({"bf16_standard": values}, steps=5)  # of which the first three are slow
+    table.loc[table["step"] == 4, "tps"] *= 1.21
+    values = {seed: 1.105 * tps for seed, tps in values.items()}
+    (result,) = arm_throughput(table)
     logs = np.log(list(values.values()))
     low, high = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
     assert result.tps == pytest.approx(stats.gmean(list(values.values())))
@@ -43,9 +46,9 @@ def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
 
 
 def test_runs_of_one_seed_are_one_value_their_geometric_mean():
-    once, again = (throughput_table({"bf16_standard": {0: tps}}) for tps in (900.0, 1600.0))
-    (result,) = arm_throughput(pd.concat([once, again.assign(run="again")]))
-    assert (result.n_seeds, result.tps) == (1, pytest.approx(1200.0))
+    runs = [throughput_table({"bf16_standard": {0: tps}}).assign(run=str(tps)) for tps in (512.0, 1000.0, 1728.0)]
+    (result,) = arm_throughput(pd.concat(runs))
+    assert (result.n_seeds, result.tps) == (1, pytest.approx(960.0))
 
 
 def test_one_seed_gives_no_interval_and_says_so():
@@ -77,16 +80,57 @@ def test_gain_matches_scipy_on_log_ratios():
     )
 
 
+@pytest.mark.parametrize(
+    ("both", "resolved", "words"),
+    [
+        ((1.43, 1.45, 1.42), False, "no interaction is shown"),
+        ((1.422, 1.423, 1.424), True, "the gains weaken each other"),  # by 0.5 %
+        ((1.436, 1.437, 1.438), True, "the gains strengthen each other"),
+        ((1.33,), False, "no interval, n = 1 passes: no test"),
+    ],
+)
+def test_an_interaction_is_the_product_of_the_gains_in_logs(both, resolved, words):
+    seeds = {7: 500.0, 2: 1000.0, 3: 700.0}
+    tps = {
+        "b": seeds,
+        "p": {i: 1.3 * x for i, x in seeds.items()} | {9: 1.0},
+        "q": {i: 1.1 * x for i, x in seeds.items()},
+    }
+    tps["both"] = {i: by * seeds[i] for i, by in zip(seeds, both, strict=False)}
+    found = interaction(tps, baseline="b", first="p", second="q", both="both", unit="passes")
+    logs = np.log(np.array(both) / 1.43)
+    assert (found.ratio, found.units) == (pytest.approx(math.exp(logs.mean())), len(both))
+    assert found.resolved is resolved
+    assert words in found.sentence()
+    assert f"{found.percent:+.1f} %" in found.sentence()
+    if len(both) > 1:
+        expected = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
+        assert (found.interval.low, found.interval.high) == pytest.approx(np.exp(expected))
+        assert f"{found.interval.percent.words('+.1f', ' %')}, n = 3 passes" in found.sentence()
+    for arm in tps:
+        with pytest.raises(BadInput, match=f"arm '{arm}' has no throughput"):
+            interaction({k: v for k, v in tps.items() if k != arm}, baseline="b", first="p", second="q", both="both")
+        with pytest.raises(BadInput, match="none of the seeds has all of"):
+            interaction(tps | {arm: {8: 1.0}}, baseline="b", first="p", second="q", both="both")
+
+
 def test_gain_of_one_seed_is_not_resolved():
-    result = gain(throughput_table({"b": {0: 1.0}, "a": {0: 2.0}}), baseline="b", arm="a")
-    assert result.ratio == pytest.approx(2.0)
+    table = throughput_table({"b": {0: 1.0}, "a": {0: 2.0}}, steps=5)
+    table.loc[table["step"] == 4, "tps"] *= [1.0, 3.0]  # b and a: the medians are 1 and 4
+    result = gain(table, baseline="b", arm="a")
+    assert result.ratio == pytest.approx(4.0)
+    assert result.sentence() == "a over b: +300.0 % (no interval, n = 1 seed)"
     assert not result.resolved
+    like = {0: 500.0, 1: 520.0}
+    same = gain(throughput_table({"b": like, "a": like}), baseline="b", arm="a")
+    assert (same.ratio, same.interval.low, same.interval.high, same.resolved) == (1.0, 1.0, 1.0, False)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda t: arm_throughput(t, warmup_steps=20), "lower warmup_steps"),
+        (lambda t: arm_throughput(t.assign(seed=math.nan)), "rows without seed"),
         (lambda t: gain(t, baseline="bf16_standard", arm="none"), "the arms are"),
         (lambda t: gain(t, baseline="bf16_standard", arm="other"), "no seed in common"),
     ],

@@ -24,7 +24,6 @@ from moelab.viz import (
     arm_styles,
     loss_curves,
     loss_difference,
-    loss_tail,
     throughput_bars,
     write_report,
 )
@@ -114,7 +113,7 @@ def test_loss_title_states_the_final_losses_of_the_data():
     low, high = sorted(np.mean(list(losses.values())) for losses in (verdict.arm_losses, verdict.reference_losses))
     assert f"{high - low:.4f} nats apart" in title(loss_curves(table))
     assert f"{low:.3f}" in title(loss_curves(table))
-    assert "n = 4 seeds per arm" in title(loss_curves(table))
+    assert "n = 4 seeds each" in title(loss_curves(table))
     assert "smoothed over 15 logged steps" in title(loss_curves(study(seeds=2, steps=1500)))
 
 
@@ -129,16 +128,6 @@ def test_inset_shows_the_last_tenth_and_lies_above_the_curves(fall):
     low, high = figure.layout.yaxis.range
     under = table.loc[table["step"] >= left * figure.layout.xaxis.range[1], "loss"].max()
     assert (under - low) / (high - low) < bottom <= 0.6
-
-
-def test_tail_shows_mean_and_one_standard_deviation():
-    table = study()
-    figure = loss_tail(table)
-    steps = table[table["arm"] == "bf16_standard"].pivot(index="step", columns="seed", values="loss").loc[57:]
-    band, mean = figure.data[0], figure.data[1]
-    assert list(mean.x) == list(range(57, 81))
-    np.testing.assert_allclose(mean.y, steps.mean(axis=1))
-    np.testing.assert_allclose(band.y[: len(steps)], steps.mean(axis=1) + steps.std(axis=1, ddof=1))
 
 
 def test_the_last_point_of_the_difference_is_the_verdict():
@@ -161,7 +150,7 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(BadInput, match="held-out"):
         loss_difference(study(), compare_convergence(losses, reference="bf16_standard")[0])
     with pytest.raises(BadInput, match="rows without seed"):
-        loss_tail(study().assign(seed=pd.NA))
+        loss_curves(study().assign(seed=pd.NA))
 
 
 def test_bars_show_values_and_gain():
@@ -189,8 +178,7 @@ def test_an_unresolved_gain_is_not_called_faster():
 @pytest.mark.parametrize("arms", [("bf16_standard",), PAIR])
 def test_one_seed_and_one_arm(arms):
     table = study(arms, seeds=1)
-    assert "One seed" in title(loss_curves(table))
-    assert "no band" in title(loss_tail(table))
+    assert "One run" in title(loss_curves(table))
     assert "no interval" in title(throughput_bars(table))
     for verdict in compare_convergence(final_losses(table), reference="bf16_standard"):
         assert "insufficient data" in title(loss_difference(table, verdict))
@@ -201,10 +189,9 @@ def test_an_unfinished_seed_is_drawn_but_not_averaged():
     table = table[(table["arm"] != "mxfp8_standard") | (table["seed"] != 1) | (table["step"] <= 60)]
     figure = loss_curves(table)
     thin, bold = figure.data[1], figure.data[3]
-    assert "n = 3 to 4 seeds per arm" in title(figure)
+    assert "n = 3 to 4 seeds each" in title(figure)
     others = table[(table["arm"] == "mxfp8_standard") & (table["seed"] != 1)].groupby("step")["loss"].mean()
     np.testing.assert_allclose(bold.y, others)
-    np.testing.assert_allclose(loss_tail(table).data[3].y, others.loc[57:])
     assert len(thin.x) == 3 * 81 + 61
     assert first_verdict(table).seeds == (0, 2, 3)
 
@@ -215,12 +202,11 @@ def test_missing_values_and_no_common_seed():
     verdict = first_verdict(table)
     assert "no finished seed in common" in title(loss_difference(table, verdict))
     assert "No run reached" in title(loss_curves(table))
-    assert loss_tail(table).data
 
 
 def test_notes_stand_in_every_title_and_names_are_text():
     table, note = study(("bf16_standard", HOSTILE)), f"emulated {HOSTILE}"
-    figures = (loss_curves(table, note=note), loss_tail(table, note=note), throughput_bars(table, note=note))
+    figures = (loss_curves(table, note=note), throughput_bars(table, note=note))
     for figure in (*figures, loss_difference(table, first_verdict(table), note=note)):
         assert "emulated" in title(figure)
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
@@ -259,15 +245,19 @@ def test_verdicts_stand_in_rows_on_their_margins() -> None:
     assert [-m < low and high < m for m, (low, high) in zip(margins, reach, strict=True)] == [True, False, False, False]
 
 
+ROWS = [[HOSTILE, 2026, math.nan, 1234.4], ["bf16_standard", None, 3.61, None]]
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
     table = study(("bf16_standard", HOSTILE))
     figures = [
         Figure(caption=HOSTILE, figure=loss_curves(table)),
-        Figure(caption="Published throughput.", figure=loss_tail(table), label="quoted"),
+        Figure(caption="Published throughput.", figure=throughput_bars(table), label="quoted"),
     ]
-    rows = [[HOSTILE, 0, math.nan, 1234.4], ["bf16_standard", 1, 3.61, None]]
-    runs = Table(title="Runs", columns=["Arm", "Seed", "Loss", "Tokens/s"], rows=rows, decimals={"Tokens/s": 0})
+    runs = Table(title="Runs", columns=["Arm", "Steps", "Loss", "Tokens/s"], rows=ROWS, decimals={"Tokens/s": 0})
+    assert "|".join(str(runs.in_notebook()).split("\n")[-1].split()) == "bf16_standard|–|3.6100|–"
+    assert "2,026" in str(runs.in_notebook())
     path = write_report(
         tmp_path_factory.mktemp("report") / "new folder" / "report.html",
         title=f"A study {HOSTILE}",
@@ -305,7 +295,7 @@ def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_d
     assert '<th scope="col" class="number"><button type="button" title="sort">Tokens/s</button></th>' in page
     assert '<th scope="row">bf16_standard</th>' in page
     assert '<td class="number">1,234</td>' in page
-    assert page.count('<td class="number">–</td>') == 2
+    assert page.count('<td class="number">–</td>') == 3
     assert '<span class="badge quoted">quoted</span>' in page
 
 

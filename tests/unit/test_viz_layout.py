@@ -17,7 +17,7 @@ from moelab.hardware import B200, H100
 from moelab.layout import Layout, check
 from moelab.layout.mesh import coordinates, groups_of
 from moelab.memory import MemoryEstimate, estimate
-from moelab.search import answer_lines, recommend
+from moelab.recommendation import answer_lines, recommend
 from moelab.viz import LayoutExplorer, best_layouts, memory_bars, mesh_map, pipeline_schedule, technique_gains
 from moelab.viz.layout import ClusterGrid
 from moelab.viz.theme import FAR, NEAR

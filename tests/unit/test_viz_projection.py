@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from figure_support import notes, title
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.throughput import interaction
@@ -66,27 +64,6 @@ def test_gains_that_multiply_by_a_factor_interact_by_that_factor(
     assert math.isclose(found.ratio, factor, rel_tol=1e-9)
     assert found.units == len(units)
     assert found.interval.exists is (len(units) > 1)
-
-
-def test_its_interval_is_students_of_the_logarithms() -> None:
-    rng = np.random.default_rng(3)
-    tps = {name: dict(enumerate(rng.uniform(90, 110, 5))) for name in "abcd"}
-    found = interaction(tps, baseline="a", first="b", second="c", both="d")
-    logs = np.log([tps["d"][i] * tps["a"][i] / tps["b"][i] / tps["c"][i] for i in range(5)])
-    low, high = stats.t.interval(0.95, 4, loc=logs.mean(), scale=stats.sem(logs))
-    assert np.allclose([found.interval.low, found.interval.high], np.exp([low, high]))
-    assert "no interaction is shown" in found.sentence()
-
-
-def test_an_interaction_that_is_there_is_named_and_one_that_cannot_be_tested_is_not() -> None:
-    tps = {"a": {0: 100.0, 1: 101.0}, "b": {0: 150.0, 1: 151.0}, "c": {0: 120.0, 1: 121.0}, "d": {0: 121.0, 1: 122.5}}
-    assert "weaken each other" in interaction(tps, baseline="a", first="b", second="c", both="d").sentence()
-    once = {name: {0: seeds[0]} for name, seeds in tps.items()}
-    assert interaction(once, baseline="a", first="b", second="c", both="d").sentence().endswith("no test")
-    with pytest.raises(BadInput, match="'e' has no throughput"):
-        interaction(tps, baseline="e", first="b", second="c", both="d")
-    with pytest.raises(BadInput, match="none of the seeds"):
-        interaction({**tps, "d": {7: 1.0}}, baseline="a", first="b", second="c", both="d")
 
 
 # Constants of a node

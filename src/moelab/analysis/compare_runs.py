@@ -25,7 +25,7 @@ from typing import Any
 import pandas as pd
 
 from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, final_losses, first_final_step
-from moelab.analysis.curves import arm_curves, mean_and_interval
+from moelab.analysis.curves import arm_curves
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Verdict
 from moelab.experiment import Experiment
@@ -204,14 +204,11 @@ def difference_curve(reference: Side, side: Side, one: Difference) -> pd.DataFra
     """Difference over the steps that both logged, averaged over a trailing window as long as the final difference's.
 
     Returns:
-        Steps by ``mean``, ``low`` and ``high`` (nats): the t interval over common seeds, or one standard deviation over
-        the window's steps, which is no interval.
+        Steps by ``mean``, ``low`` and ``high`` (nats): one standard deviation over the window's steps to either side,
+        which is no interval.
     """
     first, other = (arm_curves(each.table, "loss")[each.label].loc[list(one.steps)] for each in (reference, side))
     window = max(1, sum(step >= one.first_step for step in one.steps))  # so the curve ends at the difference itself
-    if one.verdict is not None and one.paired:
-        seeds = list(one.verdict.seeds)
-        return mean_and_interval((other[seeds] - first[seeds]).rolling(window).mean(), level=one.verdict.interval.level)
     rolling = (other.mean(axis=1) - first.mean(axis=1)).rolling(window)
     mean, spread = rolling.mean(), rolling.std(ddof=1)
     return pd.DataFrame({"mean": mean, "low": mean - spread, "high": mean + spread})

@@ -95,7 +95,9 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     for run, arm, seed, end in sorted(runs.itertuples(index=False, name=None), reverse=True):
         key = str(arm), int(seed)
         if run in first_not_finite:
-            diverged.setdefault(key, f"loss is not finite at step {first_not_finite[run]}")
+            reason = f"loss is not finite at step {first_not_finite[run]}"
+            diverged.setdefault(key, reason)
+            excluded.append((key, run, reason))
             continue
         reason = f"ended at step {end} of {last_step}" if end < last_step else ""
         if not reason and seen.get(run, 0) < expected:
@@ -108,7 +110,12 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
             by_run[key] = float(means[run])
     # Of several attempts the newest tells why: it was excluded first, and the last to be set stays.
     lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
-    others = [f"{arm}, seed {seed} ({run}): {why}" for (arm, seed), run, why in excluded if (arm, seed) not in lost]
+    # Not the run that tells what became of its seed; an attempt that diverged beside a finished one is named too.
+    others = [
+        f"{arm}, seed {seed} ({run}): {why}"
+        for (arm, seed), run, why in excluded
+        if (arm, seed) in by_run or diverged.get((arm, seed), why) != why
+    ]
     return FinalLosses(
         by_run=dict(sorted(by_run.items())),
         diverged={key: reason for key, reason in diverged.items() if key not in by_run},

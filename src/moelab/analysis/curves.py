@@ -58,9 +58,9 @@ def smooth(curves: pd.DataFrame, window: int) -> pd.DataFrame:
     return curves.rolling(window, min_periods=1).mean() if window > 1 else curves
 
 
-def smoothing_window(table: pd.DataFrame) -> int:
+def smoothing_window(curves: pd.DataFrame) -> int:
     """One hundredth of the logged steps: nothing in a short run, and in a long one less than the eye averages over."""
-    return max(1, round(table["step"].nunique() / 100))
+    return max(1, round(len(curves) / 100))
 
 
 def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
@@ -70,12 +70,6 @@ def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
     quantile = stats.t.ppf(0.5 + level / 2.0, np.where(n > 1, n - 1, np.nan))  # 0 degrees of freedom would warn
     reach = quantile * curves.std(axis=1, ddof=1) / np.sqrt(n)
     return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
-
-
-def mean_and_sd(curves: pd.DataFrame) -> pd.DataFrame:
-    """Mean over seeds at each step, and one standard deviation over seeds to either side, in the same columns."""
-    mean, sd = curves.mean(axis=1), curves.std(axis=1, ddof=1)
-    return pd.DataFrame({"mean": mean, "low": mean - sd, "high": mean + sd})
 
 
 def thinned(curves: Curves, points: int = POINTS_DRAWN) -> Curves:

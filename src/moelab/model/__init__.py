@@ -18,16 +18,7 @@ from moelab.model.shape import (
     shape_of,
     tokenizer_size,
 )
-from moelab.model.work import (
-    BYTES_PER_ELEMENT,
-    DispatchPrecision,
-    Gemm,
-    Pass,
-    TokenTraffic,
-    flops_per_token,
-    gemms,
-    token_traffic,
-)
+from moelab.model.work import BYTES_PER_ELEMENT, DispatchPrecision, Gemm, flops_per_token, gemms
 
 __all__ = [
     "BYTES_PER_ELEMENT",
@@ -42,14 +33,11 @@ __all__ = [
     "Parameter",
     "ParameterCounts",
     "Part",
-    "Pass",
-    "TokenTraffic",
     "count_parameters",
     "flops_per_token",
     "gemms",
     "parameters",
     "shape_for",
     "shape_of",
-    "token_traffic",
     "tokenizer_size",
 ]

@@ -12,7 +12,6 @@ from typing import Literal
 from moelab.model.parameters import Part, count_parameters, parameters
 from moelab.model.shape import HEAD, ModelShape
 
-Pass = Literal["forward", "dgrad", "wgrad"]
 DispatchPrecision = Literal["bf16", "fp8", "mxfp8"]
 
 
@@ -47,7 +46,7 @@ class Gemm:
 
     name: str
     part: Part
-    direction: Pass
+    direction: Literal["forward", "dgrad", "wgrad"]
     m: int
     n: int
     k: int
@@ -106,42 +105,3 @@ def _weights(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[str, Part, int,
 BYTES_PER_ELEMENT = {"bf16": 2.0, "mxfp8": 1.0 + 1 / 32, "fp8": 1.0 + 4 / 128}
 """Bytes of one element in flight: BF16; MXFP8 with one byte of scale for 32 elements (OCP MX specification 1.0); FP8
 with one FP32 scale for 128 (DeepEP's FP8 dispatch, ``deepseek-ai/DeepEP`` README)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenTraffic:
-    """Bytes that one rank sends in one MoE layer, itself included as a destination.
-
-    Backward, the gradient of combine travels as dispatch did and the gradient of dispatch as combine did.
-    """
-
-    dispatch_bytes: float
-    combine_bytes: float
-    combine_gradient_bytes: float
-    dispatch_gradient_bytes: float
-
-
-def token_traffic(
-    shape: ModelShape, tokens: int, *, precision: DispatchPrecision = "bf16", copies: float | None = None
-) -> TokenTraffic:
-    """Bytes of dispatch and combine in one MoE layer, forward and backward.
-
-    Args:
-        shape: the model.
-        tokens: that the rank routes.
-        precision: of dispatch and of combine's gradient, as torchao's MXFP8 all-to-all has it; the other two directions
-            stay in BF16.
-        copies: how often a token is sent; ``top_k`` for a plain all-to-all, fewer where a token is sent once to each
-            destination.
-
-    Example:
-        >>> from moelab.model import shape_of
-        >>> traffic = token_traffic(shape_of("671B"), 4096)
-        >>> f"{traffic.dispatch_bytes / 2**20:.0f} MiB"
-        '448 MiB'
-    """
-    elements = tokens * shape.dim * (shape.top_k if copies is None else copies)
-    low, high = elements * BYTES_PER_ELEMENT[precision], elements * BYTES_PER_ELEMENT["bf16"]
-    return TokenTraffic(
-        dispatch_bytes=low, combine_bytes=high, combine_gradient_bytes=low, dispatch_gradient_bytes=high
-    )

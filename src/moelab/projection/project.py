@@ -135,7 +135,7 @@ def project(
     """
     cluster = cluster or cluster_of(experiment.hardware)
     require_figures(experiment, cluster)
-    experiment = _on(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
+    experiment = on_cluster(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
         raise Refused("illegal layout:\n" + "\n".join(f"- {reason}" for reason in verdict.reasons))
@@ -167,7 +167,7 @@ def project(
     )
 
 
-def _on(experiment: Experiment, cluster: Cluster) -> Experiment:
+def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
     """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
     capability = cluster.node.gpu.capability
     if gpu_of(experiment.hardware).capability == capability:
@@ -269,6 +269,14 @@ def cost(
         price=gpu_hours * price_per_gpu_hour,
         energy_mwh=gpu_hours * watts_per_gpu / 1e6,
     )
+
+
+def speed_text(projection: Projection) -> str:
+    """Tokens/s per GPU with the interval, whether it rests on what was never seen, and the MFU of causal attention."""
+    low, high = projection.interval
+    label = "derived, extrapolated" if projection.rests_on else "derived"
+    speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
+    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
 
 
 def projection_text(projection: Projection) -> str:

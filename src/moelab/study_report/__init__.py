@@ -5,10 +5,12 @@ disagree. ``sides.py`` finds what is judged and what is not, ``report.py`` is wh
 """
 
 from moelab.study_report.page import (
+    loss_figure,
     provenance,
     report_figures,
     report_tables,
     settings_table,
+    throughput_figure,
     verdicts_figure,
     write_study_report,
 )
@@ -19,10 +21,12 @@ __all__ = [
     "Report",
     "judge_paths",
     "judge_study",
+    "loss_figure",
     "provenance",
     "report_figures",
     "report_tables",
     "settings_table",
+    "throughput_figure",
     "verdicts_figure",
     "write_study_report",
 ]

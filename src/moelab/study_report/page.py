@@ -1,7 +1,7 @@
 """What a report shows: its figures and tables, where its numbers come from, and the page that holds them.
 
-A study and runs side by side have figures and tables of their own: arms are means over seeds, and runs from elsewhere
-are single curves. Nothing is computed here.
+Loss and differences paired by seed are drawn alike for a study and for runs side by side. Speed is not: a study's
+spread is over seeds, that of single runs over steps. Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 import moelab
 from moelab.analysis.arms import arm_label, contrast
@@ -64,8 +65,8 @@ def report_figures(judged: Report) -> list[Any]:
     """The figures of a report with their captions."""
     from moelab.viz import Figure
 
-    drawn = _side_figures(judged) if judged.study is None else _study_figures(judged)
-    return [Figure(caption=caption, figure=figure) for caption, figure in [*drawn, *_traced_figures(judged)]]
+    drawn = [*_loss_figures(judged), *_speed_figures(judged), *_training_figures(judged), *_traced_figures(judged)]
+    return [Figure(caption=caption, figure=figure) for caption, figure in drawn]
 
 
 def report_tables(judged: Report) -> list[Any]:
@@ -149,10 +150,10 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
 
 
 def verdicts_figure(judged: Report) -> Any:
-    """The verdict on every arm of a study, on its final training loss: an interval and a margin a row.
+    """The verdict on every arm, on its final training loss: an interval and a margin a row.
 
     Raises:
-        BadInput: the study has no verdict.
+        BadInput: there is no verdict.
     """
     from moelab.viz import verdict_intervals
 
@@ -167,52 +168,89 @@ def verdicts_figure(judged: Report) -> Any:
         arm, reference, _ = contrast(verdict.arm, verdict.reference)
         finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
-    words = f"Final training loss against {arm_label(judged.reference.arm)}; n = {seeds} seed{'s' * (seeds != '1')}."
+    reference = arm_label(judged.verdicts[0].reference)
+    words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
     return verdict_intervals(rows, finding, note=judged.loss_note, words=words)
 
 
-def _study_figures(judged: Report) -> Iterator[tuple[str, Any]]:
-    """Captions and figures of a study."""
-    from moelab.viz import loss_curves, loss_difference, loss_tail, throughput_bars
+def loss_figure(judged: Report) -> Any:
+    """Training loss of every arm of a study, or of runs side by side.
 
-    table, note, marks = judged.table, judged.loss_note, judged.grad_norm_marks
-    if len(judged.verdicts) > 1:
-        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
-    yield (
-        "Training loss of every seed (thin) and the mean over seeds (bold); the inset enlarges the end.",
-        loss_curves(table, final_fraction=judged.final_fraction, final=judged.final, note=note, marks=marks),
+    Raises:
+        BadInput: no run logged a loss.
+    """
+    from moelab.viz import compare, loss_curves
+
+    note, final_fraction = judged.loss_note, judged.final_fraction
+    if judged.study is not None:
+        marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
+        return loss_curves(judged.table, final_fraction=final_fraction, final=judged.final, note=note, marks=marks)
+    sides = [side for side in judged.sides if side.table["loss"].notna().any()]
+    if not sides:
+        raise BadInput("none of these runs logged a loss")
+    return loss_curves(
+        pd.concat([side.table for side in sides]),
+        finding=compare.loss_finding(sides, [one for one in judged.differences if one.steps]),
+        final_fraction=final_fraction,
+        styles=compare.side_styles(sides),
+        note=note,
+        marks=[mark for side in sides for run in side.runs for mark in run.grad_norm_marks],
     )
-    tail = loss_tail(table, note=note, marks=marks)
-    yield "The last 30 % of the steps: mean over seeds and one standard deviation.", tail
-    for verdict in judged.verdicts:
-        caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
-        yield caption, loss_difference(table, verdict, note=note)
-    if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
+
+
+def throughput_figure(judged: Report) -> Any:
+    """Tokens per second: of a study its seeds with the gains that are claimed, of other runs the spread over steps.
+
+    Raises:
+        BadInput: no run has a speed after its warm-up.
+    """
+    from moelab.viz import compare, throughput_bars
+
+    if judged.study is not None:
         # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
-        bars = throughput_bars(table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
-        yield "Throughput: geometric mean of the seeds' medians after warm-up.", bars
-    yield from _training_figures(judged)
+        return throughput_bars(judged.table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
+    sides = [side for side in judged.sides if len(side.tps)]
+    if not sides:
+        raise BadInput("none of these runs logged a speed after its warm-up")
+    return compare.compared_throughput(sides, compare.side_styles(judged.sides), note=judged.speed_note)
 
 
-def _side_figures(judged: Report) -> Iterator[tuple[str, Any]]:
-    """Captions and figures of runs side by side."""
+def _loss_figures(judged: Report) -> Iterator[tuple[str, Any]]:
+    """Captions and figures of the loss: curves, differences paired by seed, then those of one run against another."""
+    from moelab.viz import compare, loss_difference
+
+    if len(judged.verdicts) > 1:
+        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
+    if any(side.table["loss"].notna().any() for side in judged.sides):
+        yield "Training loss.", loss_figure(judged)
+    paired, single, styles = judged.verdicts, [], compare.side_styles(judged.sides)
+    if judged.study is None:
+        known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
+        paired = [one.verdict for one in known if one.verdict is not None and one.paired]
+        single = [one for one in known if not one.paired]
+    for verdict in paired:
+        caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
+        yield caption, loss_difference(judged.table, verdict, style=styles.get(verdict.arm), note=judged.loss_note)
+    if single:
+        caption = "Loss difference from the first, at the steps that both logged."
+        yield caption, compare.compared_difference(judged.sides, single, styles, note=judged.loss_note)
+
+
+def _speed_figures(judged: Report) -> Iterator[tuple[str, Any]]:
+    """Captions and figures of throughput and, of runs side by side, of step times."""
     from moelab.viz import compare
 
-    styles = compare.side_styles(judged.sides)
-    note, speed, sides = judged.loss_note, judged.speed_note, judged.sides
-    known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
-    if with_loss := [side for side in sides if side.table["loss"].notna().any()]:
-        yield "Training loss.", compare.compared_loss(with_loss, known, styles, note=note)
-    if known:
-        caption = "Loss difference from the first, at the steps that both logged."
-        yield caption, compare.compared_difference(sides, known, styles, note=note)
-    if fast := [side for side in sides if len(side.tps)]:
-        yield "Throughput: its spread over steps.", compare.compared_throughput(fast, styles, note=speed)
-    if timed := [side for side in sides if len(side.step_time_s)]:
+    if judged.study is not None:
+        if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
+            yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
+        return
+    if any(len(side.tps) for side in judged.sides):
+        yield "Throughput: its spread over steps.", throughput_figure(judged)
+    if timed := [side for side in judged.sides if len(side.step_time_s)]:
         caption = "Step times: the share of steps that finish within a given time."
-        yield caption, compare.compared_step_time(timed, styles, note=speed)
-    yield from _training_figures(judged)
+        styles = compare.side_styles(judged.sides)
+        yield caption, compare.compared_step_time(timed, styles, note=judged.speed_note)
 
 
 def _training_figures(judged: Report) -> Iterator[tuple[str, Any]]:
@@ -250,7 +288,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = [
         [
             arm_label(run.arm),
-            run.seed,
+            _seed_name(run.seed),
             f"{run.status.state}" + (f": {run.status.reason}" if run.status.reason else ""),
             run.last_step,
             judged.final_loss(run),
@@ -266,7 +304,15 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     rows = []
     for one in judged.not_judged:
         state = str(one.collected.status.state) if one.collected else "unknown"
-        rows.append([arm_label(one.arm) if one.arm else None, one.seed, one.run.rsplit("/", 1)[-1], state, one.reason])
+        rows.append(
+            [
+                arm_label(one.arm) if one.arm else None,
+                _seed_name(one.seed),
+                one.run.rsplit("/", 1)[-1],
+                state,
+                one.reason,
+            ]
+        )
     names = ["arm", "seed", "run", "status", "reason"]
     # "none" in an empty table says that nothing was left out.
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
@@ -278,6 +324,11 @@ def _study_tables(judged: Report) -> Iterator[Any]:
         )
         rows += [[side.label, count, *words] for words, count in told.items()]
     yield Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
+
+
+def _seed_name(seed: int | None) -> str | None:
+    """A seed is a name: 2026, and not the quantity 2,026."""
+    return None if seed is None else str(seed)
 
 
 def _side_tables(judged: Report) -> Iterator[Any]:

@@ -122,7 +122,9 @@ class Report:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Metrics of the finished runs."""
+        """Metrics of a study's finished runs by arm, or of the runs that are shown by the label of their side."""
+        if self.study is None:
+            return pd.concat([side.table for side in self.sides], ignore_index=True)
         return joined_rows(self.finished)
 
     @cached_property
@@ -252,11 +254,6 @@ class Report:
             for run in side.attempted
             if run.grad_norm_finding
         ]
-
-    @property
-    def grad_norm_marks(self) -> list[tuple[int, float]]:
-        """These steps of finished runs, and their loss in nats: marks for a figure."""
-        return [mark for run in self.finished for mark in run.grad_norm_marks]
 
     @property
     def loss_note(self) -> str:

@@ -196,7 +196,6 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         cpu.enable()
     spec = _model(experiment, on_cpu=on_cpu)
     accumulates = experiment.pp == 1 and experiment.accumulate_gradients
-    sequences = experiment.local_batch * experiment.world_size // (experiment.tp * experiment.cp)
     return StoppableTrainer.Config(
         model_spec=spec,
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(spec))),
@@ -207,7 +206,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
         training=TrainingConfig(
             local_batch_size=experiment.microbatch if accumulates else experiment.local_batch,
             # TorchTitan accumulates gradients over as many local batches as make up the global one.
-            global_batch_size=sequences if accumulates else -1,
+            global_batch_size=experiment.global_batch if accumulates else -1,
             seq_len=experiment.seq_len,
             steps=experiment.steps,
             disable_cuda_graphs=True,  # a dispatcher that waits for the host cannot be captured

@@ -9,7 +9,7 @@ from moelab.viz.layout import (
     technique_gains,
 )
 from moelab.viz.report import Figure, Table, write_report
-from moelab.viz.study import loss_curves, loss_difference, loss_tail, throughput_bars, verdict_intervals
+from moelab.viz.study import loss_curves, loss_difference, throughput_bars, verdict_intervals
 from moelab.viz.theme import arm_styles, use_renderer
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "best_layouts",
     "loss_curves",
     "loss_difference",
-    "loss_tail",
     "memory_bars",
     "mesh_map",
     "pipeline_schedule",

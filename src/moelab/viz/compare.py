@@ -1,4 +1,6 @@
-"""Figures of runs side by side: loss, its difference from the first, tokens per second, and how long steps take.
+"""Figures that only runs side by side have: the difference of single runs, tokens per second, how long steps take.
+
+Their loss, and a difference that is paired by seed, are drawn as those of a study: :mod:`moelab.viz.study`.
 
 Sides keep the order in which they were given, the first being what the others are held against. Each has a colour, a
 dash and a marker: those of its arm where they are free, else the next of the theme. ``styles`` are of
@@ -18,17 +20,11 @@ import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
-from moelab.analysis.curves import (
-    arm_curves,
-    finished,
-    smooth,
-    smoothing_window,
-    thinning,
-)
 from moelab.analysis.side import Side, median
 from moelab.runs.table import merge_segments
-from moelab.viz.draw import draw_band, draw_marks, draw_mean, draw_seeds, name_loss_axes, panels
-from moelab.viz.theme import INK, STUDY_ARMS, WIDE, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
+from moelab.viz.draw import draw_band, draw_mean, panels
+from moelab.viz.study import thinning_words
+from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
 _LOOKS = arm_styles([*STUDY_ARMS, "~1", "~2", "~3", "~4", "~5"])
 """Every look of the theme with the arm that it belongs to; ``~n`` are those of no arm."""
@@ -46,31 +42,18 @@ def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
     return {side.label: replace(looks[side.label], label=plot_text(side.label)) for side in sides}
 
 
-def compared_loss(
-    sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
-) -> go.Figure:
-    """Loss of every side over its steps: each run thin, the mean of a side's runs bold."""
-    finding, reading = _loss_finding(sides, differences), _loss_reading(sides)
-    figure = new_figure(finding, subtitle=reading, note=note, height=480, width=WIDE)
-    for side in sides:
-        style = styles[side.label]
-        (curves,), window = arm_curves(side.table, "loss").values(), smoothing_window(side.table)
-        if curves.shape[1] > 1 or window > 1:
-            draw_seeds(figure, curves, style, opacity=0.25)
-        complete = finished(curves)
-        averaged = curves.dropna() if complete.empty else complete  # where no seed reaches the end, the common steps
-        draw_mean(figure, smooth(averaged, window).mean(axis=1), style)
-    draw_marks(figure, [mark for side in sides for run in side.runs for mark in run.grad_norm_marks])
-    return name_loss_axes(figure)
-
-
 def compared_difference(
     sides: Sequence[Side], differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = ""
 ) -> go.Figure:
-    """Loss of every other side minus that of the first, each with a band that the subtitle explains."""
-    drawn = _thinning_words(max(len(one.steps) for one in differences))
-    subtitle = f"Trailing mean over the part that the final difference is of. Band: {_band_words(differences)}.{drawn}"
-    figure = new_figure(_difference_finding(differences), subtitle=subtitle, note=note, height=480)
+    """Loss of sides without seeds in common minus that of the first, each with a band over steps."""
+    figure = new_figure(
+        _difference_finding(differences),
+        subtitle="Trailing mean over as many steps as the final difference. Band: one standard deviation over those "
+        "steps to either side, which is not an interval over seeds."
+        + thinning_words(max(len(one.steps) for one in differences)),
+        note=note,
+        height=480,
+    )
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     by_label = {side.label: side for side in sides}
     for one in differences:
@@ -172,21 +155,8 @@ def _log_axis(values: ArrayLike) -> dict[str, Any]:
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
-def _thinning_words(rows: int) -> str:
-    every = thinning(rows)
-    return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
-
-
-def _band_words(differences: Sequence[Difference]) -> str:
-    level = next((one.verdict.interval.level for one in differences if one.verdict and one.paired), None)
-    seeds = f"{100 * level:g} % t interval over common seeds" if level else ""
-    steps = "one standard deviation from step to step in that part, which is no interval: one run against another"
-    if all(one.paired for one in differences):
-        return seeds
-    return f"{seeds}; without common seeds {steps}" if seeds else steps
-
-
-def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> str:
+def loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> str:
+    """What a figure of the sides' loss shows: a divergence, how a lone run goes, or the largest difference."""
     known = [one for one in differences if math.isfinite(one.nats)]
     if diverged := [side.unfinished for side in sides if side.diverged]:
         return diverged[0] + (f", and {len(diverged) - 1} more diverged" if len(diverged) > 1 else "")
@@ -201,24 +171,12 @@ def _loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> s
     return f"{far.label} is {where} {steps}" + (", further than any other" if len(known) > 1 else "")
 
 
-def _loss_reading(sides: Sequence[Side]) -> str:
-    window = max(smoothing_window(side.table) for side in sides)
-    smoothing = f"Bold: smoothed over {window} logged steps; thin: as logged. " if window > 1 else ""
-    drawn = _thinning_words(max(side.table["step"].nunique() for side in sides))
-    if all(len(side.runs) <= 1 for side in sides):
-        return f"{smoothing}One run each.{drawn}"
-    n = span(len(side.runs) for side in sides)
-    return f"{smoothing}Thin: runs; bold: their mean; n = {n} seeds each.{drawn}"
-
-
 def _difference_finding(differences: Sequence[Difference]) -> str:
     known = [one for one in differences if math.isfinite(one.nats)]
     if not known:
         return differences[0].sentence()
     far = max(known, key=lambda one: abs(one.nats))
     ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
-    if far.verdict is not None and far.verdict.n_seeds > 0:
-        return f"{ends}: {far.verdict.answer}"
     if far.unfinished:
         return f"{ends} at step {far.steps[-1]:,}; {far.unfinished}"
     return f"{ends}; one run each cannot say whether a change of seed does as much"

@@ -25,11 +25,11 @@ from moelab.layout.mesh import Group, coordinates, groups_of, nvlink_ranks
 from moelab.layout.rules import candidates
 from moelab.layout.schedule import Durations, timeline
 from moelab.memory import PARTS, MemoryEstimate, estimate
-from moelab.model import SHAPES, count_parameters, shape_for
+from moelab.model import SHAPES
 from moelab.model.hugging_face import published_models, read_model
-from moelab.plan import amount
-from moelab.projection.project import extrapolated, project
-from moelab.search import Recommendation, layout_words, speed_text
+from moelab.plan import layout_words, parameters_text
+from moelab.projection.project import extrapolated, project, speed_text
+from moelab.recommendation import Recommendation
 from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure
@@ -476,19 +476,19 @@ class LayoutExplorer(Explorer):
         layout = checked.layout
         if layout is None or not checked.legal:
             raise Refused("\n".join(checked.reasons))
-        gpu, counts = gpu_of(x.hardware), count_parameters(shape_for(x))
+        gpu = gpu_of(x.hardware)
         memory = estimate(x, layout, gpu)
-        verdict = f"legal · {_fits(memory)}"
+        verdict = "fits" if memory.fits else "does not fit"
+        verdict = f"legal · {verdict} ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
         if memory.fits:
             try:
                 verdict += f" · {speed_text(project(x))}"
             except (BadInput, Refused) as error:
                 verdict += f" · speed not predicted: {error}"
-        sequences = x.local_batch * layout.data_parallel
         words = (
             f"<div role='status' style='line-height:1.35'><b>{html.escape(verdict)}</b><br>"
-            f"{amount(counts.total)} parameters, {amount(counts.active)} active per token · {x.world_size} GPUs · "
-            f"{html.escape(layout_words(x))} · {sequences:,} sequences a step</div>"
+            f"{parameters_text(x)} · {x.world_size} GPUs · {html.escape(layout_words(x))} · "
+            f"{x.global_batch:,} sequences a step</div>"
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
         if wanted == "memory":
@@ -498,12 +498,6 @@ class LayoutExplorer(Explorer):
         else:
             figure = mesh_map(layout, gpus_per_node=x.gpus_per_node, rank=rank, nvlink_ranks=nvlink_ranks(x))
         return words, {wanted: figure.update_layout(height=min(figure.layout.height, MOST_PX[wanted]))}
-
-
-def _fits(memory: MemoryEstimate) -> str:
-    if memory.fits:
-        return f"fits ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
-    return f"does not fit ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
 
 
 # The answer
@@ -538,9 +532,8 @@ def technique_gains(found: Recommendation) -> TableView:
             table.append(plain | {"gain": "–", "best layout": layout_words(gain.without.experiment), "why": ""})
         row: dict[str, Any] = {"experts and all-to-all": gain.name, "tokens/s per GPU": None, "gain": "–"}
         if gain.with_it:
-            low, high = gain.interval.low, gain.interval.high
             row["tokens/s per GPU"] = round(gain.with_it.tps)
-            row["gain"] = f"{gain.interval.value:+.1f} % ({low:+.1f} to {high:+.1f})"
+            row["gain"] = gain.percent_text
         why = [gain.why, *map(extrapolated, gain.rests_on[:1])]
         layout = layout_words(gain.with_it.experiment) if gain.with_it else ""
         table.append(row | {"best layout": layout, "why": "; ".join(filter(None, why))})

@@ -31,7 +31,7 @@ from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.files import write_whole
-from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table
+from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table, cell_text
 
 Cell = str | float | int | None
 
@@ -65,7 +65,9 @@ class Table:
     def in_notebook(self) -> TableView:
         """The table as a notebook shows it."""
         decimals = dict.fromkeys(self.columns, 4) | dict(self.decimals)
-        return as_table(pd.DataFrame(self.rows, columns=list(self.columns)), self.title, decimals=decimals)
+        # As objects: beside a missing value pandas would make floats of whole numbers.
+        frame = pd.DataFrame(self.rows, columns=list(self.columns), dtype=object)
+        return as_table(frame, self.title, decimals=decimals)
 
 
 def write_report(
@@ -141,7 +143,7 @@ def _environment(*, with_paths: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"cell": _cell, "signed": _signed, "p_value": _p_value}
+    environment.filters |= {"cell": cell_text, "signed": _signed, "p_value": _p_value}
     environment.globals["contrast"] = contrast
     environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
     return environment
@@ -189,13 +191,6 @@ def _short(value: Any) -> Any:
             return None
         return int(value) if value.is_integer() else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     return value
-
-
-def _cell(value: Cell, decimals: int = 4) -> str:
-    """Write a table cell; a dash stands for a missing value."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    return f"{value:,.{decimals}f}" if isinstance(value, float) else str(value)
 
 
 def _signed(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Figures of a study: loss over the run, its end, and the difference of two arms; throughput; the load of experts.
+"""Figures of a study, and of sides as its arms: loss and its difference; throughput; the load of experts.
 
 Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
 seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
@@ -7,6 +7,7 @@ with its interval, is the verdict itself, and the figure shows how it came about
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from moelab.analysis.curves import (
     drawn_seeds,
     finished,
     mean_and_interval,
-    mean_and_sd,
     seed_curves,
     smooth,
     smoothing_window,
+    thinning,
 )
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
 from moelab.analysis.throughput import Gain, arm_throughput
@@ -61,110 +62,117 @@ from moelab.viz.theme import (
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
-TAIL = 0.3
-"""Part of the steps that :func:`loss_tail` shows."""
 
 
 def loss_curves(
     table: pd.DataFrame,
     *,
+    finding: str = "",
     final_fraction: float = 0.1,
     final: FinalLosses | None = None,
+    styles: Mapping[str, ArmStyle] | None = None,
     note: str = "",
     marks: Sequence[tuple[int, float]] = (),
 ) -> go.Figure:
     """Loss over all steps: every seed thin, the mean over seeds bold, the last part again in an inset.
 
-    Means of runs of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states.
+    Curves of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states. There is no
+    inset where an arm has fewer than two steps in that part.
 
     Args:
         table: Metrics table.
+        finding: Title; where it is empty, the final losses of the arms.
         final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
         final: Those final losses, where they are known; None works them out.
+        styles: Looks by arm, in the order of the legend; None gives the arms of a study theirs.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
 
     Raises:
         BadInput: The table has no loss.
     """
-    curves, window = arm_curves(table, "loss"), smoothing_window(table)
-    smoothing = f", smoothed over {window} logged steps" if window > 1 else ""
-    n = max(arm.shape[1] for arm in curves.values())
-    drawn = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
-    reading = f"Thin: {drawn}; bold: their mean{smoothing}; {_finished_seeds(curves)}."
-    if n == 1:
-        reading = f"One seed{' per arm' if len(curves) > 1 else ''}{smoothing}."
+    curves = arm_curves(table, "loss")
+    windows = {name: smoothing_window(arm) for name, arm in curves.items()}
+    # Where no seed reaches the end, the mean is of the steps that all of them logged.
+    averaged = {name: arm.dropna() if finished(arm).empty else finished(arm) for name, arm in curves.items()}
+    last = max(int(arm.index.max()) for arm in curves.values())
+    first_of_inset = first_final_step(last, final_fraction)
+    has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
+    reading = _loss_reading(curves, averaged, max(windows.values()))
+    if has_inset:
+        title = "" if finding else ", whose mean is the loss in the title"
+        reading += f" Inset: the last {100 * final_fraction:g} % of steps{title}."
     figure = new_figure(
-        _final_finding(final or final_losses(table, final_fraction=final_fraction)),
-        subtitle=f"{reading} Inset: the last {100 * final_fraction:g} % of steps, whose mean is the loss in the title.",
+        finding or _final_finding(final or final_losses(table, final_fraction=final_fraction)),
+        subtitle=reading,
         note=note,
         height=520,
         width=WIDE,
     )
-    last = max(int(arm.index.max()) for arm in curves.values())
-    styles = arm_styles(curves)
-    for first, axes in ((0, {}), (first_final_step(last, final_fraction), {"xaxis": "x2", "yaxis": "y2"})):
+    styles = styles or arm_styles(curves)
+    views: list[tuple[int, dict[str, Any]]] = [(0, {})]
+    views += [(first_of_inset, {"xaxis": "x2", "yaxis": "y2"})] if has_inset else []
+    for first, axes in views:
         for name, style in styles.items():  # seeds are fainter behind a smoothed mean
-            draw_seeds(figure, curves[name].loc[first:], style, opacity=0.35 if window == 1 else 0.15, **axes)
+            if curves[name].shape[1] > 1 or windows[name] > 1:
+                opacity = 0.35 if windows[name] == 1 else 0.2
+                draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
         for name, style in styles.items():
-            mean = smooth(finished(curves[name]), window).mean(axis=1)
+            mean = smooth(averaged[name], windows[name]).mean(axis=1)
             draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
     draw_marks(figure, marks)
-    # The inset stands at the top right, above the highest loss to the right of its left edge; its tick labels stand to
-    # the left of that, so the curves are looked at from a little before it.
-    values = np.concatenate([arm.to_numpy(dtype=float).ravel() for arm in curves.values()])
-    right = [arm.loc[int((INSET_LEFT - 0.08) * last) :].to_numpy(dtype=float).ravel() for arm in curves.values()]
-    low, high, clear = np.nanmin(values), np.nanmax(values), float(np.nanmax(np.concatenate(right)))
+    if has_inset:
+        _place_inset(figure, pd.concat(curves.values(), axis=1), first_of_inset)
+    return name_loss_axes(figure)
+
+
+def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
+    """Put the second axes at the top right, above the highest loss to the right of their left edge."""
+    curves = curves.where(np.isfinite(curves)).dropna(how="all")
+    last, before = int(curves.index.max()), max(0, int(curves.index.min()) - 1)
+    # Its tick labels stand to the left of that edge, so the curves are looked at from a little before it.
+    clear = np.nanmax(curves.loc[before + int((INSET_LEFT - 0.08) * (last - before)) :].to_numpy(dtype=float))
+    low, high = np.nanmin(curves.to_numpy(dtype=float)), np.nanmax(curves.to_numpy(dtype=float))
     floor = low - 0.04 * (high - low)
     # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
     top = max(high + 0.04 * (high - low), floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
     bottom = (clear - floor) / (top - floor) + INSET_GAP
-    whole = {"dtick": 1} if last - first_final_step(last, final_fraction) < 5 else {"nticks": 5}
+    whole = {"dtick": 1} if last - first < 5 else {"nticks": 5}
     frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
-    return name_loss_axes(figure).update_layout(
-        xaxis={"range": [0, 1.01 * last]},
+    figure.update_layout(
+        xaxis={"range": [before, last + 0.01 * (last - before)]},
         yaxis={"range": [floor, top]},
         xaxis2={"domain": [INSET_LEFT, 0.99], "anchor": "y2", **whole, **frame},
         yaxis2={"domain": [bottom, 0.99], "anchor": "x2", "nticks": 5, **frame},
     )
 
 
-def loss_tail(table: pd.DataFrame, *, note: str = "", marks: Sequence[tuple[int, float]] = ()) -> go.Figure:
-    """Loss over the last part of the steps: mean over seeds with a band of one standard deviation over seeds.
-
-    Returns:
-        The figure. Seeds that did not reach the last step are not in it.
-    """
-    window = smoothing_window(table)
-    curves = {name: finished(arm) for name, arm in arm_curves(table, "loss").items()}
-    first = max(int(arm.index.max()) for arm in curves.values())
-    first -= round(TAIL * first) - 1
-    tails = {name: smooth(arm, window).loc[first:] for name, arm in curves.items()}
-    means = pd.DataFrame({name: tail.mean(axis=1) for name, tail in tails.items()})
-    gap, first_mean = (means.max(axis=1) - means.min(axis=1)).max(), means.to_numpy(dtype=float)[:, 0]
-    end = f"in the last {100 * TAIL:g} % of steps"
-    finding = f"{end.capitalize()} the mean curves stay within {gap:.4f} nats of each other"
-    if len(tails) == 1:
-        finding = f"{arm_label(next(iter(tails)))} falls by {first_mean[0] - first_mean[-1]:.3f} nats {end}"
-    smoothing = f"smoothed over {window} logged steps" if window > 1 else "unsmoothed"
-    reading = f"Mean over seeds ± one standard deviation over seeds, {smoothing}; {_finished_seeds(tails)}."
-    if max(arm.shape[1] for arm in tails.values()) == 1:
-        reading = f"One seed{' per arm' if len(tails) > 1 else ''}, {smoothing}; no band without a second seed."
-    figure = new_figure(finding, subtitle=reading, note=note)
-    for name, style in arm_styles(tails).items():
-        band = mean_and_sd(tails[name])
-        draw_band(figure, band["low"], band["high"], style)
-        draw_mean(figure, band["mean"], style)
-    draw_marks(figure, [mark for mark in marks if mark[0] >= first])
-    return name_loss_axes(figure)
+def _loss_reading(curves: Mapping[str, pd.DataFrame], averaged: Mapping[str, pd.DataFrame], window: int) -> str:
+    n, each = max(arm.shape[1] for arm in curves.values()), " each" if len(curves) > 1 else ""
+    smoothing = f"smoothed over {window} logged steps" if window > 1 else ""
+    drawn = thinning_words(max(len(arm) for arm in curves.values()))
+    if n == 1:
+        return f"One run{each}.{f' Thin: as logged; bold: {smoothing}.' * bool(smoothing)}{drawn}"
+    seeds = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
+    mean = f"their mean{f', {smoothing}' * bool(smoothing)}"
+    return f"Thin: {seeds}; bold: {mean}; n = {span(arm.shape[1] for arm in averaged.values())} seeds{each}.{drawn}"
 
 
-def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") -> go.Figure:
+def thinning_words(rows: int) -> str:
+    """What a subtitle says of curves whose longest has so many logged steps; empty where all are drawn."""
+    every = thinning(rows)
+    return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
+
+
+def loss_difference(
+    table: pd.DataFrame, verdict: Verdict, *, style: ArmStyle | None = None, note: str = ""
+) -> go.Figure:
     """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
 
     Args:
         table: Metrics table that the verdict was made from.
         verdict: Verdict of ``compare_convergence``.
+        style: Look of the arm; None gives an arm of a study its own.
         note: Condition to state in the title, such as "emulated kernels".
 
     Returns:
@@ -195,7 +203,9 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
         f"{verdict.decided_by}",
         note=note,
     )
-    difference = seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]
+    # Runs side by side may log other steps; a window counts those that all have.
+    both_arms = (seed_curves(table, name)[seeds] for name in (verdict.arm, verdict.reference))
+    difference = operator.sub(*both_arms).dropna()
     smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
     band = mean_and_interval(smoothed, level=verdict.interval.level)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
@@ -205,7 +215,7 @@ def loss_difference(table: pd.DataFrame, verdict: Verdict, *, note: str = "") ->
         figure.add_hrect(**edges, fillcolor="rgba(0,158,115,0.10)", line=line, layer="below")
         label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
         figure.add_annotation(**label, x=0.01, xref="x domain", y=verdict.margin_nats, yanchor="bottom")
-    style = arm_styles([verdict.arm])[verdict.arm]
+    style = style or arm_styles([verdict.arm])[verdict.arm]
     draw_band(figure, band["low"], band["high"], style)
     draw_seeds(figure, smoothed, style, opacity=0.45, name="one seed", showlegend=True, legendgroup=None)
     line = {"color": style.color, "width": 2.5}  # a dash tells arms apart, and here is one
@@ -314,11 +324,6 @@ def _final_finding(final: FinalLosses) -> str:
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
 
-def _finished_seeds(curves: Mapping[str, pd.DataFrame]) -> str:
-    n = span(finished(arm).shape[1] for arm in curves.values())
-    return f"n = {n} seeds{' per arm' if len(curves) > 1 else ''}"
-
-
 # Throughput
 
 TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -331,7 +336,6 @@ def throughput_bars(
     gains: Sequence[Gain] = (),
     warmup_steps: int = 3,
     note: str = "",
-    rank_words: str = "per GPU",
 ) -> go.Figure:
     """Tokens per second per GPU of every arm with its seeds, and the gains over a baseline.
 
@@ -340,7 +344,6 @@ def throughput_bars(
         gains: Gains to write above their arms; an arm without one is shown without.
         warmup_steps: Steps discarded at the start of a run.
         note: Condition to state in the title, such as "emulated kernels".
-        rank_words: What a throughput is of, "per rank" where ranks are processes on a CPU.
 
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
@@ -388,7 +391,7 @@ def throughput_bars(
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
     margin = 0.7 if len(arms) > 1 else 1.0
-    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, words=rank_words, margin=margin)
+    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=margin)
 
 
 def published_bars() -> go.Figure:
@@ -450,12 +453,10 @@ def _draw_arm_bar(
     )
 
 
-def _finish_arm_bars(
-    figure: go.Figure, arms: Sequence[str], highest: float, *, words: str = "per GPU", margin: float = 0.6
-) -> go.Figure:
+def _finish_arm_bars(figure: go.Figure, arms: Sequence[str], highest: float, *, margin: float = 0.6) -> go.Figure:
     """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
     draw_arm_axis(figure, arms, margin=margin)
-    figure.update_yaxes(title_text=f"tokens/s {words}", range=[0, 1.18 * highest], tickformat=",")
+    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
     return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
 
 

@@ -110,12 +110,13 @@ def _words(values: pd.Series[Any], decimals: int | None = None) -> list[str]:
     if decimals is None:
         written = [f"{value:.4g}" for value in values if isinstance(value, float) and math.isfinite(value)]
         decimals = max((len(one.partition(".")[2]) for one in written if "e" not in one), default=0)
+    return [cell_text(value, decimals) for value in values]
 
-    def words(value: object) -> str:
-        if value is None or (isinstance(value, float) and math.isnan(value)):
-            return "–"
-        if isinstance(value, float):
-            return f"{value:,.{decimals}f}"
-        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
-    return [words(value) for value in values]
+def cell_text(value: object, decimals: int = 4) -> str:
+    """One cell in words: a float with so many decimals (4, as a loss is written), a dash for a missing value."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.{decimals}f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
