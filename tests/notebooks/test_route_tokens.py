@@ -115,7 +115,7 @@ def test_a_measured_load_is_compared_and_drawn(tmp_path: Path) -> None:
     assert explorer.figures
     assert "measured-load" in title(destination_histogram(parameters.to_compared(), PLACEMENT))
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(BadInput, match="is no run directory"):
+    with pytest.raises(BadInput, match="is not a run directory"):
         validated(RouteParameters, DEFAULTS | {"load": str(tmp_path / "nothing")}).to_compared()
 
 
