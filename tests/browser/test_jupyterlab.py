@@ -99,11 +99,13 @@ def test_a_control_is_reached_and_moved_by_keyboard_and_the_figure_follows_in_pl
     """How long it takes is recorded and not judged: machines of all kinds run this. What makes it quick is judged."""
     name, notebook = opened
     control, key = move(name, lab, notebook)
-    before, whole = notebook.figures(), len(json.dumps(notebook.figures()))
+    before = notebook.figures()
     notebook.tab_to(control)
     notebook.updates.clear()
     first_change_ms = notebook.first_change_ms(key)
     notebook.wait_for_other_figures(before)
+    # On a busy machine a figure may still be on its way to the browser before the key is pressed.
+    whole = max(len(json.dumps(figures)) for figures in (before, notebook.figures()))
     record_property("first_change_ms", first_change_ms)
     print(f"{name}: first change after {first_change_ms:.0f} ms; {notebook.updates} bytes of {whole}")  # noqa: T201
     assert notebook.updates
