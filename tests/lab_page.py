@@ -16,6 +16,7 @@ from playwright.sync_api import Browser, Locator
 
 from moelab.notebooks.batch import END_MARKER
 
+LARGE_UPDATE_BYTES = 10_000
 LONGEST_RUN_MS, LONGEST_ACTION_MS = 600_000, 120_000
 SIZES = ((1280, 800), (1920, 1080))
 # Not of this project: JupyterLab's plugins wait for each other where the machine is busy; plotly's renderer of its
@@ -189,6 +190,16 @@ class LabPage:
         while (now := self.figures()) == than or not now:
             assert time.monotonic() < deadline_s, "no figure changed"
             self.page.wait_for_timeout(100)
+
+    def wait_for_quiet(self, seconds: float = 6.0) -> None:
+        """Until no large update came for longer than a live view waits between two looks."""
+        deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
+        while True:
+            self.updates.clear()
+            self.page.wait_for_timeout(1000 * seconds)
+            if max(self.updates, default=0) < LARGE_UPDATE_BYTES:
+                return
+            assert time.monotonic() < deadline_s, "the view does not come to rest"
 
     def screenshot(self, file: Path) -> None:
         """The window, scrolled to the panel."""
