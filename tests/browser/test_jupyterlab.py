@@ -87,7 +87,7 @@ def move(name: str, lab: Lab, page: LabPage) -> tuple[Locator, str]:
         before = page.figures()
         make_run(lab.root / WATCHED, watched(precision="fp8"), [8.0, 7.9, 7.5], state=State.RUNNING)
         page.wait_for_other_figures(before)
-        page.wait_for_quiet()  # a run that is new is drawn whole, one figure after the other
+        page.wait_for_quiet()  # the view of the simulated run, above it, sends updates for 20 s too
     return panel.get_by_role("combobox").first, "ArrowDown"
 
 
