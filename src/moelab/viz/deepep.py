@@ -269,8 +269,12 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
     drawn.sort(key=lambda one: -(one.ratio or 0.0))
     best = drawn[0]
     # A line for the name of each shape, and below it one for each of its arms, the fastest first.
-    arms = {shape: dict.fromkeys(_row_words(one) for one in drawn if one.shape == shape) for shape in _shapes(drawn)}
-    lines = [(shape, row) for shape, rows in arms.items() for row in (None, *rows)]
+    rows: dict[tuple[str, str | None], dict[str, ArmResult]] = {}
+    for one in drawn:
+        rows.setdefault((one.shape, _row_words(one)), {})[one.routing] = one
+    order = [*SHAPE_WORDS, *(one.shape for one in drawn)]  # shapes without a name come last
+    shapes = sorted({one.shape for one in drawn}, key=order.index)
+    lines = [line for shape in shapes for line in ((shape, None), *(row for row in rows if row[0] == shape))]
     bases = {one.arm: base_arm(one.arm)[0] for one in drawn}  # a variant has the colour of what it varies
     styles = arm_styles(bases.values())
     figure = new_figure(
@@ -305,11 +309,10 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
             showlegend=False,
         )
     most = max(_ends(one)[2] for one in drawn)
-    for place, (shape, row) in enumerate(lines):
-        of_row = {one.routing: one for one in drawn if (one.shape, _row_words(one)) == (shape, row)}
-        ratios = [f"{of_row[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in of_row]
-        if ratios:
-            star = "*" if any(len(one.passes) == 1 for one in of_row.values()) else ""
+    for place, line in enumerate(lines):
+        if by_routing := rows.get(line):
+            ratios = [f"{by_routing[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in by_routing]
+            star = "*" if any(len(one.passes) == 1 for one in by_routing.values()) else ""
             write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
     figure.update_xaxes(range=[0.99, most + 0.085], dtick=0.05, tickformat=".2f", title_text="× stock")
@@ -324,12 +327,6 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
     return figure.update_layout(hovermode="closest", legend_y=-0.16)
 
 
-def _shapes(results: Sequence[ArmResult]) -> list[str]:
-    """In the order of :data:`SHAPE_WORDS`, then others."""
-    order = [*SHAPE_WORDS, *(one.shape for one in results)]
-    return sorted({one.shape for one in results}, key=order.index)
-
-
 def _arm_words(result: ArmResult) -> str:
     """The arm; attention's tiles go unsaid where stock has them too."""
     words = two_by_two_label(result.arm.removesuffix("_flex_tiles") if result.stock != BASELINE else result.arm)
@@ -342,14 +339,10 @@ def _row_words(result: ArmResult) -> str:
     return _arm_words(result) + ("" if kind in STOCK_CHECKPOINTING else f", {checkpointing_words(kind)}")
 
 
-def _stock_tps(result: ArmResult) -> float:
-    assert result.ratio is not None
-    return result.tps / result.ratio
-
-
 def _ends(result: ArmResult) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile over stock."""
-    stock_tps = _stock_tps(result)
+    assert result.ratio is not None
+    stock_tps = result.tps / result.ratio
     return result.low / stock_tps, result.tps / stock_tps, result.high / stock_tps
 
 
@@ -407,8 +400,7 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     figure = panels(
         f"{two_by_two_label(first)} {verb} {' and '.join(spans)} routing, from EP {ends[0]} to EP {ends[1]}",
         [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
-        subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock "
-        f"at the same degree. Open: predicted on "
+        subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
         f"{newest.stamp}; {within} of {len(measured_ends)} lie in their interval.",
         note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",

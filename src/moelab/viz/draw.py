@@ -12,7 +12,7 @@ from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.curves import joined_lines, thinned, thinning
-from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
+from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, new_figure, wrap
 
 
 def panels(
@@ -22,7 +22,6 @@ def panels(
     subtitle: str,
     note: str = "",
     height: int = 460,
-    width: int = NORMAL,
     spacing: float = 0.08,
     shared: bool = False,
 ) -> go.Figure:
@@ -31,7 +30,7 @@ def panels(
     ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis.
     """
     # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
-    headed = new_figure(finding, subtitle=subtitle, note=note, height=height, width=width)
+    headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
     figure = make_subplots(
         rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
     )

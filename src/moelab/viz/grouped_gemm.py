@@ -182,13 +182,19 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     rates = fitted.rates()
     rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
     weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
-    sides = [_sides(nk, aspect) for nk in weights]
+    sides = [(max(1, round(math.sqrt(nk / aspect))), max(1, round(math.sqrt(nk * aspect)))) for nk in weights]  # N, K
     # Rounded, as the figure holds thousands of them.
     gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
     own = [gain(*work.case.mnkg, rates) for work in works]
     short = [work.name.split(",")[0] for work in works]
-    counts = ["" if work.case.groups == GROUPS else f" with {counted(work.case.groups, 'group')}" for work in works]
-    first = ", ".join(f"{short[i]}{counts[i]} runs at {own[i]:.2f}×" for i in range(len(works[:2])))
+    # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says, so
+    # that number is written, and the mark's colour is that of its gain.
+    counts = ["" if work.case.groups == GROUPS else counted(work.case.groups, "group") for work in works]
+    named = [
+        f"{name}{f' with {count}' if count else ''} runs at {gained:.2f}×"
+        for name, count, gained in zip(short, counts, own, strict=True)
+    ]
+    first = ", ".join(named[:2])
     figure = new_figure(
         f"{rates.low_format.upper()} saves time only above the bold line{f': {first}' if first else ''}",
         subtitle=f"gain = BF16 time / {rates.low_format.upper()} time of forward + backward on a {rates.gpu}, "
@@ -198,7 +204,6 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         height=520,
         width=WIDE,
     )
-
     scale = {"cmin": GAINS[0], "cmax": GAINS[1], "colorscale": _GAIN_COLORS}
     figure.add_contour(
         x=[round(m) for m in rows],
@@ -228,20 +233,17 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
         line, quiet = {"color": ON_LIGHT, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
-    for work, name, gained, symbol in zip(works, short, own, _MARKS, strict=False):
+    for work, name, count, gained, symbol in zip(works, short, counts, own, _MARKS, strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
-        # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says,
-        # so its colour is that of its gain.
-        others = "" if case.groups == GROUPS else f" ({counted(case.groups, 'group')})"
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
             x=[m],
             y=[case.n * case.k],
             mode="markers+text",
             marker={"symbol": symbol, "size": 16, "color": [gained], "line": {"color": ON_LIGHT, "width": 2}, **scale},
-            text=[f"<b>{name}: {gained:.2f}</b>{others}"],
+            text=[f"<b>{name}: {gained:.2f}</b>{f' ({count})' if count else ''}"],
             textfont_color=ON_LIGHT,
-            textposition=f"{'top' if gained > 1 or others else 'bottom'} {side}",
+            textposition=f"{'top' if gained > 1 or count else 'bottom'} {side}",
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
@@ -252,11 +254,6 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
     figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
     return figure.update_layout(hovermode="closest", legend_y=-0.2)
-
-
-def _sides(weight: float, aspect: float) -> tuple[int, int]:
-    """N and K of a weight of N·K elements with K / N = aspect."""
-    return max(1, round(math.sqrt(weight / aspect))), max(1, round(math.sqrt(weight * aspect)))
 
 
 MODELS = ("671B", "16B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "Kimi-K2", "gpt-oss-120b")

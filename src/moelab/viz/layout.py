@@ -478,8 +478,8 @@ class LayoutExplorer(Explorer):
             raise Refused("\n".join(checked.reasons))
         gpu = gpu_of(x.hardware)
         memory = estimate(x, layout, gpu)
-        verdict = "fits" if memory.fits else "does not fit"
-        verdict = f"legal · {verdict} ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
+        fits = "fits" if memory.fits else "does not fit"
+        verdict = f"legal · {fits} ({memory.worst_gib:.0f} of {memory.capacity_gib:.0f} GiB)"
         if memory.fits:
             try:
                 verdict += f" · {speed_text(project(x))}"

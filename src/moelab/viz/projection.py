@@ -94,13 +94,12 @@ def step_breakdown(
     # Seconds stand left of bars that begin beyond the middle, and right of the others.
     left = [start > 0.5 * total_s for start in bars.base]
     ends = [start if before else start + value for start, value, before in zip(bars.base, values, left, strict=True)]
+    spread = {name: f" ({_seconds(one.low)} to {_seconds(one.high)})" for name, one in (ranges or {}).items()}
     numbers = {
         "x": ends,
         "y": names,
         "mode": "text",
-        "text": [
-            f" {_seconds(one)} s{_range_in_words(ranges, name)} " for name, one in zip(names, values, strict=True)
-        ],
+        "text": [f" {_seconds(one)} s{spread.get(name, '')} " for name, one in zip(names, values, strict=True)],
         "textposition": ["middle left" if before else "middle right" for before in left],
         "textfont_size": 12,
         "hoverinfo": "skip",
@@ -116,10 +115,6 @@ def step_breakdown(
 def _seconds(value: float) -> str:
     """Seconds with two or three digits."""
     return f"{value:,.0f}" if value >= 19.5 else f"{value:,.1f}" if value >= 0.95 else f"{value:,.2f}"
-
-
-def _range_in_words(ranges: Mapping[str, Estimate] | None, part: str) -> str:
-    return f" ({_seconds(ranges[part].low)} to {_seconds(ranges[part].high)})" if ranges and part in ranges else ""
 
 
 def arm_breakdowns(

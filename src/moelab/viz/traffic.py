@@ -220,8 +220,6 @@ def _draw_ways(
     square_px = int(min(19, 0.85 * (width - 20) / (ends[1] - ends[0])))
     written = square_px > 11
     at = [(start + center[rank][0], center[rank][1], rank) for start in starts for rank in ranks]
-    side = "left" if left else "right"
-    quiet = {"hoverinfo": "skip", "showlegend": False}
     squares: dict[str, Any] = {
         "x": [x for x, _, _ in at],
         "y": [y for _, y, _ in at],
@@ -243,9 +241,10 @@ def _draw_ways(
         "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
         "text": [f"node {node}" for _ in starts for node in nodes],
         "mode": "text",
-        "textposition": f"middle {side}",
+        "textposition": "middle left" if left else "middle right",
         "textfont": {"size": 11},
-        **quiet,
+        "hoverinfo": "skip",
+        "showlegend": False,
     }
     data: list[dict[str, Any]] = [squares, names]
     for far, thick in itertools.product((True, False), (False, True)):
@@ -603,7 +602,7 @@ class TrafficExplorer(Explorer):
             )
         frame = pd.DataFrame(table)
         standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
-        shown = as_table(frame, decimals=dict.fromkeys(table[0], 2) | dict.fromkeys(list(table[0])[3:5], 3))
+        shown = as_table(frame, decimals={name: 3 if name.startswith("GB") else 2 for name in table[0]})
         words = (
             f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
