@@ -175,9 +175,8 @@ def close_killed(runs: Iterable[RunDir]) -> None:
 
     This machine cannot see a launcher on another one, or before its own reboot: the next run closes those.
     """
-    statuses = {run: run.status for run in runs}
-    running = {run: status for run, status in statuses.items() if status.state is State.RUNNING and status.boot_id}
-    mine = [run for run, status in running.items() if status.boot_id == boot_id()]
+    here = boot_id()
+    mine = [run for run in runs if here and (status := run.status).state is State.RUNNING and status.boot_id == here]
     alive = living() if mine else set()
     for run in mine:
         if (run.path / EXPERIMENT_FILE).resolve() not in alive:
