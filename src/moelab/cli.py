@@ -460,12 +460,11 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
     from moelab.launch.local import run_study
-    from moelab.launch.status import state_line
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [state_line(str(run.path), run.status) for run in done.runs]
+    lines = [f"{run.path}: {run.status.in_words()}" for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
     as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.discovered.to_json()}
@@ -511,7 +510,7 @@ def _on_runs(options: argparse.Namespace) -> int:
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     folder = discover(options.path.absolute())
     both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
-    lines = [*(status.state_line(run.name, now) for run, now in both), *folder.lines]
+    lines = [*(f"{run.name}: {now.in_words()}" for run, now in both), *folder.lines]
     rows = [_row(run.name, now) for run, now in both]
     _show(options, {"runs": rows, **folder.to_json()}, "\n".join(lines) or f"no runs at {options.path}")
     return 0

@@ -114,7 +114,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             progress.start(index)
             run_of[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
             status = run_of[index].status
-            progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
+            progress.end(status.in_words())
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
         return StudyRun(
