@@ -282,9 +282,9 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
     if model and not options.file:
-        given = parse_overrides(options.set).keys()
-        fields = _assumed(parse_overrides(overrides), for_search=getattr(options, "search", False))
-        if assumed := [f"{field}={value}" for field, value in fields.items() if field not in given]:
+        known = parse_overrides(overrides)
+        fields = _assumed(known, for_search=getattr(options, "search", False))
+        if assumed := [f"{field}={value}" for field, value in fields.items() if field not in known]:
             _say(f"assumed, because not given: {', '.join(assumed)}")
         overrides += assumed
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
