@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from moelab import __version__
@@ -33,7 +32,8 @@ ASSUMED_TOKENS = 65_536
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)  # Python's default would leave the ranks running
+    # SIGTERM, which schedulers and containers send, acts as Ctrl-C: ranks end in order and the status is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(options.run(options))
     except MoelabError as error:
@@ -189,11 +189,6 @@ def _ranks(text: str) -> list[int]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,128")
     return [int(part) for part in parts]
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Treat SIGTERM, which schedulers and containers send, as Ctrl-C: ranks end in order and the status is written."""
-    raise KeyboardInterrupt
 
 
 def _say(text: str) -> None:
