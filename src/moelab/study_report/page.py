@@ -290,7 +290,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
         [
             arm_label(run.arm),
             _seed_name(run.seed),
-            f"{run.status.state}" + (f": {run.status.reason}" if run.status.reason else ""),
+            run.status.in_words(),
             run.last_step,
             judged.final_loss(run),
             run.validation_loss,
