@@ -180,12 +180,7 @@ def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float
     if not _gpu_is_known(experiment):
         return None
     gpu = gpu_of(experiment.hardware)
-
-    def left(candidate: Experiment, layout: Layout) -> float:
-        predicted = estimate(candidate, layout, gpu)
-        return predicted.capacity_gib - predicted.worst_gib
-
-    return left
+    return lambda candidate, layout: estimate(candidate, layout, gpu).headroom_gib
 
 
 def _gpu_is_known(experiment: Experiment) -> bool:

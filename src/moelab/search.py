@@ -528,8 +528,7 @@ class _Variant:
         key = one[4:]
         if key not in self._left:
             facts = one.of(self.given)
-            memory = estimate(facts.experiment, resolve(facts), self._cluster.node.gpu)
-            self._left[key] = memory.capacity_gib - memory.worst_gib
+            self._left[key] = estimate(facts.experiment, resolve(facts), self._cluster.node.gpu).headroom_gib
         return self._left[key]
 
     def projection(self, one: _Legal) -> Projection:
