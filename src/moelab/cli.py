@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from moelab import __version__
@@ -33,7 +32,8 @@ ASSUMED_TOKENS = 65_536
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     options = build_parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, _stop)  # Python's default would leave the ranks running
+    # SIGTERM, which schedulers and containers send, acts as Ctrl-C: ranks end in order and the status is written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return int(options.run(options))
     except MoelabError as error:
@@ -191,11 +191,6 @@ def _ranks(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """Treat SIGTERM, which schedulers and containers send, as Ctrl-C: ranks end in order and the status is written."""
-    raise KeyboardInterrupt
-
-
 def _say(text: str) -> None:
     """Print a line on stderr, where it does not mix with the result."""
     print(f"moelab: {text}", file=sys.stderr)  # noqa: T201
@@ -282,9 +277,9 @@ def _arms_and_model(options: argparse.Namespace) -> tuple[list[Any], Any]:
     model = read_model(options.from_hf) if options.from_hf else None
     overrides = [*(model.overrides if model else ()), *options.set]
     if model and not options.file:
-        given = parse_overrides(options.set).keys()
-        fields = _assumed(parse_overrides(overrides), for_search=getattr(options, "search", False))
-        if assumed := [f"{field}={value}" for field, value in fields.items() if field not in given]:
+        known = parse_overrides(overrides)
+        fields = _assumed(known, for_search=getattr(options, "search", False))
+        if assumed := [f"{field}={value}" for field, value in fields.items() if field not in known]:
             _say(f"assumed, because not given: {', '.join(assumed)}")
         overrides += assumed
     return _chosen_arms(read_study(options.file, overrides), options.arm), model
@@ -460,12 +455,11 @@ def _traced_experiment(options: argparse.Namespace) -> Any:
 def _run(options: argparse.Namespace) -> int:
     from moelab.experiment_file import read_study
     from moelab.launch.local import run_study
-    from moelab.launch.status import state_line
 
     study = read_study(options.file, options.set)
     done = run_study(study, options.runs, on_failure=options.on_failure)
     complete = len(done.runs) - len(done.failed)
-    lines = [state_line(str(run.path), run.status) for run in done.runs]
+    lines = [f"{run.path}: {run.status.in_words()}" for run in done.runs]
     summary = f"{study.name}: {complete} of {len(study.experiments)} complete, {done.trained} trained now"
     rows = [_row(run.name, run.status) for run in done.runs]
     as_json = {"study": study.name, "trained": done.trained, "runs": rows, **done.discovered.to_json()}
@@ -511,7 +505,7 @@ def _on_runs(options: argparse.Namespace) -> int:
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     folder = discover(options.path.absolute())
     both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
-    lines = [*(status.state_line(run.name, now) for run, now in both), *folder.lines]
+    lines = [*(f"{run.name}: {now.in_words()}" for run, now in both), *folder.lines]
     rows = [_row(run.name, now) for run, now in both]
     _show(options, {"runs": rows, **folder.to_json()}, "\n".join(lines) or f"no runs at {options.path}")
     return 0

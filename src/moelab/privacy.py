@@ -182,7 +182,8 @@ def without_secrets(text: str) -> str:
         'at commit 0123456789abcdef0123456789abcdef01234567'
     """
     text = visible(text)
-    for value in sorted(_values_of_variables(), key=len, reverse=True):
+    secret = [value for name, value in os.environ.items() if len(value) >= _SHORTEST_VALUE and is_secret_name(name)]
+    for value in sorted(secret, key=len, reverse=True):  # a value may be a part of a longer one
         text = text.replace(value, HIDDEN)
     for pattern, replacement in (*_SECRETS, *_detected()):
         text = pattern.sub(replacement, text)
@@ -263,12 +264,6 @@ def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
         *(stripe.StripeDetector, twilio.TwilioKeyDetector),
     )
     return tuple((pattern, HIDDEN) for detector in detectors for pattern in detector.denylist)
-
-
-def _values_of_variables() -> Iterator[str]:
-    for name, value in os.environ.items():
-        if len(value) >= _SHORTEST_VALUE and is_secret_name(name):
-            yield value
 
 
 def _is_commit(name: object, value: object) -> bool:

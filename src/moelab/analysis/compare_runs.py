@@ -336,7 +336,7 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
         if values.get(name) and others.get(name) and values[name] != others[name]
     ]
     # Runs from elsewhere are held against their own kind too: one side may be of two machines.
-    mixed = [side.label for side in (side, reference) if len(differing_facts(side.runs, side.runs, speed_facts))]
+    mixed = [side.label for side in (side, reference) if mixed_facts(side.runs, speed_facts)]
     return [*told, *(f"the runs of {label} are not on like machines" for label in mixed)]
 
 

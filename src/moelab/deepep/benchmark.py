@@ -511,6 +511,7 @@ def time_group(
             precision = layer.arm.precision if operation == "dispatch" else "bf16"
             moved = traffic(sent_PP, hidden=size.hidden, precision=precision)
             parts_us = {name: round(statistics.median(one[name] for one in slowest), 2) for name in names}
+            wire_us = parts_us["wire"] if moved["physical_bytes"] else 0.0  # round-robin may stay on its own rank
             row = {
                 **columns,
                 "operation": operation,
@@ -520,9 +521,9 @@ def time_group(
                 "repeats": repeats,
                 **moved,
                 "error": None,
+                "physical_gb_s": round(moved["physical_bytes"] / wire_us / 1e3, 3) if wire_us else None,
             }
-            wire_us = parts_us["wire"] if moved["physical_bytes"] else 0.0  # round-robin may stay on its own rank
-            rows.append(row | {"physical_gb_s": round(moved["physical_bytes"] / wire_us / 1e3, 3) if wire_us else None})
+            rows.append(row)
     return rows
 
 

@@ -191,11 +191,14 @@ def padded(
     if precision == "mxfp8":
         require_bf16_wgrad(experts)
     if getattr(parent, "multiplies_in", None) != "fp8":  # FP8 experts take scores, and rows in either form, already
-        # Rows that arrive in BF16 are cast once for both of an expert's first products where kernels are native, by
-        # torchao's module once for each. Emulated, a compiler sees that both casts are the same one.
-        native = getattr(experts, "kernels", None) == "native"
-        products = precision if precision != "bf16" else "mxfp8" if native else None
-        taking = quantised_experts(parent, products) if products else scored(parent)
+        if precision != "bf16":
+            taking = quantised_experts(parent, precision)
+        elif getattr(experts, "kernels", None) == "native":
+            # Rows that arrive in BF16 are cast once for both of an expert's first products, by torchao's module once
+            # for each. Emulated, a compiler sees that both casts are the same one.
+            taking = quantised_experts(parent, "mxfp8")
+        else:
+            taking = scored(parent)
         experts = derive(experts, taking.Config)
     return derive(
         config,

@@ -83,13 +83,12 @@ def dispatch(
         where BF16 travels), weights ``(R,)``, and ``HANDLE_TENSORS``.
     """
     place = exchange(group)
-    sent_TD = (x_TD if data_TD is None else data_TD).contiguous()
     rows, _, weights_R, handle, _ = place.buffer.dispatch(
-        sent_TD if scales_TS is None else (sent_TD, scales_TS),
+        x_TD.contiguous() if data_TD is None else (data_TD.contiguous(), scales_TS),
         topk_idx=ids_TK.contiguous(),
         topk_weights=weights_TK.contiguous(),
         num_experts=experts,
-        num_max_tokens_per_rank=sent_TD.shape[0],
+        num_max_tokens_per_rank=x_TD.shape[0],
         expert_alignment=alignment,
         num_sms=place.num_sms,
         do_handle_copy=False,
@@ -98,9 +97,7 @@ def dispatch(
         do_zero_padding=True,  # a NaN in padding would be one in its expert's weight gradient
     )
     # An operator's results share no memory, so each that is missing is a tensor of its own.
-    arrived = (
-        (rows, _nothing(x_TD), _nothing(x_TD)) if scales_TS is None else (gradient_place(x_TD, len(rows[0])), *rows)
-    )
+    arrived = (rows, _nothing(x_TD), _nothing(x_TD)) if data_TD is None else (gradient_place(x_TD, len(rows[0])), *rows)
     tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
     return (*arrived, weights_R, *(_nothing(x_TD) if tensor is None else tensor for tensor in tensors))
 

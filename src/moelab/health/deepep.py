@@ -261,9 +261,8 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
             continue
         wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",") if one]  # mlx5_0:1 is its port 1
         missing = [one for one in wanted if one not in here]
-        if name.startswith("NCCL_") and not value.startswith(
-            "="
-        ):  # NCCL alone accepts prefixes, unless = demands whole names
+        # NCCL alone accepts prefixes, unless = demands whole names.
+        if name.startswith("NCCL_") and not value.startswith("="):
             missing = [one for one in missing if not any(held.startswith(one) for held in here)]
         if missing:
             found = f"{name}={value}; there is no {', '.join(missing)} here"

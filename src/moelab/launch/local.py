@@ -114,7 +114,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             progress.start(index)
             run_of[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
             status = run_of[index].status
-            progress.end(f"{status.state}: {status.reason}" if status.reason else status.state.value)
+            progress.end(status.in_words())
             if status.state is not State.COMPLETED and on_failure == "stop":
                 break
         return StudyRun(
@@ -175,9 +175,8 @@ def close_killed(runs: Iterable[RunDir]) -> None:
 
     This machine cannot see a launcher on another one, or before its own reboot: the next run closes those.
     """
-    statuses = {run: run.status for run in runs}
-    running = {run: status for run, status in statuses.items() if status.state is State.RUNNING and status.boot_id}
-    mine = [run for run, status in running.items() if status.boot_id == boot_id()]
+    here = boot_id()
+    mine = [run for run in runs if here and (status := run.status).state is State.RUNNING and status.boot_id == here]
     alive = living() if mine else set()
     for run in mine:
         if (run.path / EXPERIMENT_FILE).resolve() not in alive:

@@ -331,12 +331,7 @@ def follow(
 
 def run_line(now: RunNow) -> str:
     """Where a run is, on one line."""
-    return " | ".join([state_line(now.name, now.status), *_numbers(now)])
-
-
-def state_line(name: str, status: Status) -> str:
-    """The state of a run, and the reason if it has one."""
-    return f"{name}: {status.state}" + (f": {status.reason}" if status.reason else "")
+    return " | ".join([f"{now.name}: {now.status.in_words()}", *_numbers(now)])
 
 
 def _numbers(now: RunNow) -> Iterator[str]:
@@ -356,7 +351,7 @@ def _screen(follower: StudyFollower, problem: str) -> str:
     lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C does not stop the runs | {follower.path}", ""]
     lines += [problem] if problem else []
     for one in follower.runs:
-        lines += [state_line(one.now.name, one.now.status), f"  {' | '.join(_numbers(one.now))}"]
+        lines += [f"{one.now.name}: {one.now.status.in_words()}", f"  {' | '.join(_numbers(one.now))}"]
     lines += [] if follower.runs else ["no runs yet"]
     newest = max(follower.runs, key=lambda one: one.now.status.updated, default=None)
     if newest:

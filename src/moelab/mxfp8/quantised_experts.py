@@ -585,8 +585,8 @@ def native_mxfp8_wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: 
     ``_compute_wgrad_sm100``; the gradient of all weights is cast at once.
     """
     ends_of_scales = ends_e // BLOCK
-    operands = []
-    for operand, parts in ((grad_RN, weights), (x_RK, 1)):
+
+    def along_tokens(operand: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
         cast = torchao_mxfp8._to_mxfp8_dim1_kernel_wrapper(
             operand.contiguous(),
             BLOCK,
@@ -600,8 +600,10 @@ def native_mxfp8_wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: 
         scales = [
             torchao_mxfp8.triton_mx_block_rearrange_2d_K_groups(s, ends_of_scales) for s in cast.scale.chunk(parts)
         ]
-        operands.append(list(zip(cast.qdata.chunk(parts), scales, strict=True)))
-    grads, ((x_KR, x_scales),) = operands
+        return list(zip(cast.qdata.chunk(parts), scales, strict=True))
+
+    grads = along_tokens(grad_RN, weights)
+    ((x_KR, x_scales),) = along_tokens(x_RK, 1)
     return [
         torch._scaled_grouped_mm(
             grad_NR, x_KR.transpose(-2, -1), grad_scales, x_scales, offs=ends_e, out_dtype=torch.bfloat16

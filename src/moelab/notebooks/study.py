@@ -72,7 +72,7 @@ def bring_forward(
         raise Refused(f"submit is True, and cluster {cluster.name} has no Slurm; set submit = False to train here")
     if cluster.scheduler == "none":
         for run in run_study(study, runs, on_failure=on_failure, say=say).failed:
-            say(f"{run.name}: {run.status.state}: {run.status.reason}")
+            say(f"{run.name}: {run.status.in_words()}")
         return
     folder = directory.discover(runs / study.name)
     for line in folder.lines:

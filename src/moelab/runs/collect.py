@@ -11,7 +11,6 @@ as the log and the events are byte for byte those that they were derived from.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import io
@@ -421,7 +420,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
     damaged = []
     name = f"logs/{run.log.name}"
     try:
-        log = read_log(run.log, allow_empty=True)
+        log = read_log(run.log, allow_empty=True, mend=False)
     except OSError as error:
         damaged.append(f"{name} cannot be read ({error.strerror or error})")
     except NotALog:
@@ -502,12 +501,9 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {}
-    for file in logs:
-        with contextlib.suppress(NotALog):  # dmesg
-            reads[file] = read_log(file)  # mended where someone wrapped its lines
+    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
     of_ranks = [
-        read_log(file, allow_empty=True)
+        read_log(file, allow_empty=True, mend=False)
         for rank in ranks
         for file in (rank / "stderr.log", rank / "stdout.log")
         if not reads and file.is_file()

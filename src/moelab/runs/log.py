@@ -167,13 +167,15 @@ SORTED_LINES: Final = 4_000
 _LONGEST_LINE_BYTES: Final = 1 << 16
 
 
-def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = False) -> MetricsRead:
+def read_log(
+    source: str | Path | Iterable[str | bytes], *, allow_empty: bool = False, mend: bool = True
+) -> MetricsRead:
     """Read a whole log, in memory that depends on the number of its rows and not on its size.
 
     Args:
         source: path of a log, as :class:`moelab.runs.log_text.LogBytes` takes it, or its lines as text or bytes.
-        allow_empty: the log is of our own job, which may have just started: return an empty table for one without a
-            step line, and do not look for lines that someone wrapped.
+        allow_empty: return an empty table for a log without a step line: its job may have just started.
+        mend: look for lines that someone wrapped; nobody did in a log that a job of ours writes.
 
     Raises:
         NotALog: there is no such file, or no step line in it and ``allow_empty`` is False.
@@ -183,7 +185,7 @@ def read_log(source: str | Path | Iterable[str | bytes], *, allow_empty: bool = 
         >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
         [[10.0, 7.2, 4000.0]]
     """
-    log = _Log(source, own=allow_empty)
+    log = _Log(source, mend=mend)
     read = metrics_read(*log.segments.columns(), notes=log.notes)
     if not allow_empty and not len(read.columns["step"]):
         log.refuse()
@@ -216,7 +218,7 @@ def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[Me
 class _Log:
     """A log read once, and again without the line breaks that someone put into it if its step lines are broken."""
 
-    def __init__(self, source: str | Path | Iterable[str | bytes], *, own: bool = False) -> None:
+    def __init__(self, source: str | Path | Iterable[str | bytes], *, mend: bool = True) -> None:
         self.name = str(source) if isinstance(source, str | Path) else "the given lines"
         self._content: LogBytes | list[bytes]
         if not isinstance(source, str | Path):
@@ -230,7 +232,7 @@ class _Log:
         # Fields found, against those of as many whole lines: a wrapped log has lost some of each.
         self.segments, fields, could_be = _segments(self.blocks())
         limit = WRAPPED_BYTES if could_be else BLOCK_BYTES
-        if not own and (fields < could_be or not could_be) and len(self.beginning()) < limit:
+        if mend and (fields < could_be or not could_be) and len(self.beginning()) < limit:
             self._wrapped = True
             segments, more, _ = _segments(self.blocks())
             self._wrapped = more > fields

@@ -66,6 +66,10 @@ class Status:
         if self.reason is not None:
             object.__setattr__(self, "reason", without_secrets(self.reason))
 
+    def in_words(self) -> str:
+        """The state, and the reason if it has one."""
+        return f"{self.state}: {self.reason}" if self.reason else str(self.state)
+
     @property
     def is_lost(self) -> bool:
         """Whether neither a file nor a job of Slurm says where the run is."""

@@ -188,11 +188,12 @@ def loss_figure(judged: Report) -> Any:
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
     if not sides:
         raise BadInput("none of these runs logged a loss")
+    styles = compare.side_styles(judged.sides)  # of all, so that a run looks alike in every figure
     return loss_curves(
         pd.concat([side.table for side in sides]),
         finding=compare.loss_finding(sides, [one for one in judged.differences if one.steps]),
         final_fraction=final_fraction,
-        styles=compare.side_styles(sides),
+        styles={side.label: styles[side.label] for side in sides},
         note=note,
         marks=[mark for side in sides for run in side.runs for mark in run.grad_norm_marks],
     )
@@ -289,7 +290,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
         [
             arm_label(run.arm),
             _seed_name(run.seed),
-            f"{run.status.state}" + (f": {run.status.reason}" if run.status.reason else ""),
+            run.status.in_words(),
             run.last_step,
             judged.final_loss(run),
             run.validation_loss,

@@ -502,11 +502,11 @@ class Report:
         if claimed is None:
             reason = self.no_gain.get(side.label, "no common seed with a known machine and a logged speed")
             return {"arm": side.arm, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
-        ends = (claimed.interval.low, claimed.interval.high)
+        percent = claimed.interval.percent
         return {
             "arm": side.arm,
             "percent": finite_or_none(claimed.percent),
-            "interval_percent": [finite_or_none(100 * (end - 1)) for end in ends],
+            "interval_percent": [finite_or_none(end) for end in (percent.low, percent.high)],
             "seeds": claimed.n_seeds,
         }
 

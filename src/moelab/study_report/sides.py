@@ -202,9 +202,8 @@ def end_of(run: Collected) -> str:
     if run.diverged:
         return f"diverged: {run.diverged}"
     planned = f" of {run.steps_planned}" if run.steps_planned else ""
-    reason = f": {run.status.reason}" if run.status.reason else ""
     damaged = f" ({'; '.join(run.damaged)})" if run.damaged else ""
-    return f"{run.status.state}{reason}, {run.last_step}{planned} steps logged{damaged}"
+    return f"{run.status.in_words()}, {run.last_step}{planned} steps logged{damaged}"
 
 
 def run_json(run: Collected, reason: str | None = None) -> dict[str, Any]:
@@ -293,7 +292,7 @@ def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
         return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
     reason = one.reason
     with suppress(BadInput, OSError):  # without a log nothing hints at a divergence
-        if diverged := read_log(one.run.log, allow_empty=True).reason:
+        if diverged := read_log(one.run.log, allow_empty=True, mend=False).reason:
             reason = Doubtful(f"{reason}; {diverged}")
     return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=reason)
 

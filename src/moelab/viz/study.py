@@ -7,7 +7,6 @@ with its interval, is the verdict itself, and the figure shows how it came about
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +93,7 @@ def loss_curves(
     curves = arm_curves(table, "loss")
     windows = {name: smoothing_window(arm) for name, arm in curves.items()}
     # Where no seed reaches the end, the mean is of the steps that all of them logged.
-    averaged = {name: arm.dropna() if finished(arm).empty else finished(arm) for name, arm in curves.items()}
+    averaged = {name: arm.dropna() if (done := finished(arm)).empty else done for name, arm in curves.items()}
     last = max(int(arm.index.max()) for arm in curves.values())
     first_of_inset = first_final_step(last, final_fraction)
     has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
@@ -204,8 +203,7 @@ def loss_difference(
         note=note,
     )
     # Runs side by side may log other steps; a window counts those that all have.
-    both_arms = (seed_curves(table, name)[seeds] for name in (verdict.arm, verdict.reference))
-    difference = operator.sub(*both_arms).dropna()
+    difference = (seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]).dropna()
     smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
     band = mean_and_interval(smoothed, level=verdict.interval.level)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
@@ -380,8 +378,8 @@ def throughput_bars(
             hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
         )
         if over := by_arm.get(arm.arm):
-            low, high = (100.0 * (end - 1.0) for end in (over.interval.low, over.interval.high))
-            gained = f"{low:+.1f} to {high:+.1f}" if over.interval.exists else "no interval"
+            percent = over.interval.percent
+            gained = f"{percent.low:+.1f} to {percent.high:+.1f}" if percent.exists else "no interval"
             figure.add_annotation(
                 text=f"<b>{over.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>",
                 x=position,
