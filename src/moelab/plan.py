@@ -180,12 +180,7 @@ def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float
     if not _gpu_is_known(experiment):
         return None
     gpu = gpu_of(experiment.hardware)
-
-    def left(candidate: Experiment, layout: Layout) -> float:
-        predicted = estimate(candidate, layout, gpu)
-        return predicted.capacity_gib - predicted.worst_gib
-
-    return left
+    return lambda candidate, layout: estimate(candidate, layout, gpu).headroom_gib
 
 
 def _gpu_is_known(experiment: Experiment) -> bool:
@@ -356,13 +351,13 @@ def layout_words(experiment: Experiment) -> str:
     """
     x = experiment
     shard = x.dp_shard if x.dp_shard > 0 else x.world_size // (x.pp * x.tp * x.cp * x.dp_replicate)
-    names = {"PP": x.pp, "replicas": x.dp_replicate, "FSDP": shard, "CP": x.cp, "TP": x.tp, "EP": x.ep}
+    pipeline = [f"PP {x.pp} ({x.pp_schedule})"] if x.pp > 1 else []
+    names = {"replicas": x.dp_replicate, "FSDP": shard, "CP": x.cp, "TP": x.tp, "EP": x.ep}
     degrees = [f"{name} {degree}" for name, degree in names.items() if degree > 1 or name == "EP"]
-    degrees[:1] = [f"{degrees[0]} ({x.pp_schedule})"] if x.pp > 1 else degrees[:1]
     size = x.sequences_at_once
     at_once = f"{size} sequence{'s' if size > 1 else ''} at a time"
     at_once += f", {x.local_batch // size} times" if size < x.local_batch else ""
-    return f"{', '.join(degrees)}, {at_once}, checkpointing {x.activation_checkpoint}"
+    return f"{', '.join([*pipeline, *degrees])}, {at_once}, checkpointing {x.activation_checkpoint}"
 
 
 def spans(modules: tuple[str, ...]) -> str:

@@ -216,6 +216,16 @@ class _Legal(NamedTuple):
     local_batch: int
 
     @property
+    def order(self) -> tuple[Any, ...]:
+        """What :data:`ORDER` says of it, memory aside."""
+        return self[:4]
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What makes it this layout and no other."""
+        return self[4:]
+
+    @property
     def at_once(self) -> int:
         """``sequences_at_once`` of its experiment."""
         return min(self.microbatch, self.local_batch)
@@ -245,7 +255,7 @@ class _Legal(NamedTuple):
 
 def _by_memory(given: Facts, legal: list[_Legal], headroom_gib: Headroom | None) -> Iterator[Candidate]:
     """Candidates in order, with memory estimated group by group: it decides only among those equal in all else."""
-    for _, group in groupby(legal, key=lambda one: one[: len(ORDER) - 2]):
+    for _, group in groupby(legal, key=lambda one: one.order):
         candidates = []
         for one in group:
             facts = one.of(given)
@@ -454,13 +464,13 @@ class Space:
                 left = variant.left(one)
             if left < 0:
                 too_large += 1
-                if not fitting and (group[4:] not in nearest or left > nearest[group[4:]][0]):
-                    nearest[group[4:]] = left, one, variant
+                if not fitting and left > nearest.get(group.layout, (-inf,))[0]:
+                    nearest[group.layout] = left, one, variant
                 continue
             projection = variant.projection(one)
             fitting.append(one.candidate(projection.experiment, left, projection))
             insort(lows, projection.interval[0])
-        closest = sorted(nearest.values(), key=lambda entry: -entry[0])[: max(limit, 1)] if not fitting else ()
+        closest = sorted(nearest.values(), key=lambda entry: -entry[0])[:limit] if not fitting else ()
         return Found(
             candidates=tuple(fitting),
             nearest=tuple(one.candidate(one.of(variant.given).experiment, left) for left, one, variant in closest),
@@ -525,11 +535,10 @@ class _Variant:
 
     def left(self, one: _Legal) -> float:
         """GiB that are left on the fullest GPU."""
-        key = one[4:]
+        key = one.layout
         if key not in self._left:
             facts = one.of(self.given)
-            memory = estimate(facts.experiment, resolve(facts), self._cluster.node.gpu)
-            self._left[key] = memory.capacity_gib - memory.worst_gib
+            self._left[key] = estimate(facts.experiment, resolve(facts), self._cluster.node.gpu).headroom_gib
         return self._left[key]
 
     def projection(self, one: _Legal) -> Projection:

@@ -75,6 +75,8 @@ SCHEDULES = {
         ),
     )
 }
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")
+"""Schedules in which every forward comes before the first backward."""
 
 
 def effective_layers(n_layers: int) -> int:
@@ -186,7 +188,7 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
     # Micro-batches of a round: torch makes rounds of about pp, and a rank changes its stage after each.
     size = microbatches // max(1, microbatches // pp) if turns > 1 else 1
     total = turns * microbatches
-    if schedule in ("GPipe", "LoopedBFS"):
+    if schedule in FORWARDS_FIRST:
         size, ahead = microbatches, total
     elif turns == 1:
         ahead = min(total, pp - 1 - rank)
@@ -320,7 +322,7 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
     if pp == 1:
         return ((1,),)
     place = {stage: index for index, stage in enumerate(stages_of_rank(SCHEDULES[schedule], pp, turns)[rank])}
-    if schedule in ("GPipe", "LoopedBFS"):  # every forward comes before the first backward
+    if schedule in FORWARDS_FIRST:
         return ((microbatches,) * len(place),)
     if microbatches % pp == 0:  # whole rounds repeat themselves after the third; a remainder would change their size
         microbatches = min(microbatches, HELD_ROUNDS * pp)

@@ -206,6 +206,11 @@ class MemoryEstimate:
         return self.worst.parts
 
     @property
+    def headroom_gib(self) -> float:
+        """What the worst rank leaves of the GPU, GiB; negative if it does not fit, NaN where the GPU is not known."""
+        return self.capacity_gib - self.worst_gib
+
+    @property
     def fits(self) -> bool:
         """Whether the worst rank fits into the GPU."""
         return self.worst_gib <= self.capacity_gib

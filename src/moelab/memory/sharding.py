@@ -59,10 +59,10 @@ class Held(NamedTuple):
 class StageModules(NamedTuple):
     """What a pipeline stage is made of."""
 
-    embedding: int
-    dense_layers: int
-    moe_layers: int
-    head: int
+    embedding: int = 0
+    dense_layers: int = 0
+    moe_layers: int = 0
+    head: int = 0
 
 
 NOTHING = Held(0, 0, 0, 0)

@@ -267,9 +267,8 @@ def job_of(
     if experiment.precision is Precision.NVFP4:
         raise Refused(f"precision is nvfp4: {NUMBERS_ONLY}. Legal precision of a projection: bf16, fp8, mxfp8")
     shape = shape or shape_for(experiment)
-    stages = split_layers(
-        shape.n_layers, len(layout.stages)
-    )  # the layout has the experiment's layers, not a thin model's
+    # The layout's own stages have the experiment's layers, not a thin model's.
+    stages = split_layers(shape.n_layers, len(layout.stages))
     return Job(
         shape=shape,
         node=replace(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 
 from moelab.memory.activations import BF16
-from moelab.memory.sharding import NOTHING, Degrees, Held, held, module_held
-from moelab.model import EMBEDDING, HEAD, NORM, ModelShape
+from moelab.memory.sharding import Degrees, Held, StageModules, held
+from moelab.model import ModelShape
 from moelab.projection.calibration import Calibration
 from moelab.projection.job import Job, Times, add
 
@@ -82,13 +82,13 @@ WHOLE_GRADIENT_BYTES = 8.0
 @functools.lru_cache(maxsize=4096)
 def held_by_kind(shape: ModelShape, degrees: Degrees) -> dict[str, Held]:
     """What one module of each kind has on a rank: ``dense`` and ``moe`` layers, ``embedding`` and ``head``."""
-    names = {"dense": "layers.0", "moe": f"layers.{shape.n_dense_layers}", "embedding": EMBEDDING, "head": HEAD}
-    there = {"dense": shape.n_dense_layers, "moe": shape.n_moe_layers}
-    kinds = {kind: module_held(shape, name, degrees) if there.get(kind, 1) else NOTHING for kind, name in names.items()}
-    norm = module_held(shape, NORM, degrees)
-    # the last norm is gathered with the head
-    kinds["head"] = Held(*(a + b for a, b in zip(kinds["head"], norm, strict=True)))
-    return kinds
+    kinds = {
+        "dense": StageModules(dense_layers=min(1, shape.n_dense_layers)),
+        "moe": StageModules(moe_layers=min(1, shape.n_moe_layers)),
+        "embedding": StageModules(embedding=1),
+        "head": StageModules(head=1),  # the last norm is gathered with it
+    }
+    return {kind: held(shape, modules, degrees) for kind, modules in kinds.items()}
 
 
 def held_by_rank(job: Job, rank: int) -> Held:
