@@ -392,7 +392,8 @@ class Space:
         self.cluster = cluster or cluster_of(experiment.hardware)
         require_figures(experiment, self.cluster)
         # Rules and memory are those of the cluster's GPU, as in the projections, whatever the experiment's hardware is.
-        self.experiment, self.calibration = on_cluster(experiment, self.cluster), calibration
+        experiment = on_cluster(experiment, self.cluster)
+        self.experiment, self.calibration = experiment, calibration
         self._examined = self._legal = 0
         self._known: dict[tuple[Any, ...], Projection | None] = {}
         self._variants: dict[tuple[Any, ...], _Variant] = {}

@@ -444,10 +444,18 @@ def test_a_search_uses_the_network_that_it_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "other"), [("h200_node", "h100_node"), ("h100_node", "b200_node"), ("cpu", "h200_node")]
+    ("hardware", "other", "backend"),
+    [
+        ("h200_node", "h100_node", "standard"),
+        ("h100_node", "b200_node", "standard"),
+        ("cpu", "h200_node", "standard"),
+        ("cpu", "h200_node", "deepep"),  # which no layout may have on a CPU
+    ],
 )
-def test_a_search_on_another_cluster_goes_by_the_memory_and_rules_of_its_gpus(hardware: str, other: str) -> None:
-    experiment = NODE.model_copy(update={"local_batch": 16, "hardware": other})
+def test_a_search_on_another_cluster_goes_by_the_memory_and_rules_of_its_gpus(
+    hardware: str, other: str, backend: str
+) -> None:
+    experiment = NODE.model_copy(update={"local_batch": 16, "hardware": other, "ep_backend": EPBackend(backend)})
     fixed = ("cp", "dp_replicate", "tp", "pp_schedule")
     expected = recommend(experiment, fixed=fixed, limit=3, settings=False)
     moved = experiment.model_copy(update={"hardware": hardware})
