@@ -423,6 +423,14 @@ def test_many_sides_keep_their_look_in_every_figure(tmp_path: Path) -> None:
     drawn = {trace.name: trace.line.to_plotly_json() for trace in loss.figure.data}
     assert len({(line["color"], line["dash"]) for line in drawn.values()}) == 11
     assert all(drawn[trace.name] == trace.line.to_plotly_json() for trace in difference.figure.data if trace.name)
+    speed_alone = history(tmp_path / "speed.csv", {"_step": range(1, 10), "throughput(tps)": range(101, 110)})
+    first, *others = (
+        {trace.name: trace.line.color for trace in one.figure.data if trace.type == "scatter" and trace.name in drawn}
+        for one in report_figures(compared(speed_alone, *logs[:2]))
+    )
+    assert first.keys() == {"0", "1"}
+    assert [colors for colors in others if colors]
+    assert all(first == first | colors for colors in others)
 
 
 def test_what_differs_between_configurations(tmp_path: Path) -> None:
