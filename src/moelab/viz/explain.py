@@ -140,12 +140,12 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
 
 
-def _said(where: str, most: int = 52) -> str:
+def _said(where: str) -> str:
     """What the host did, without the names that Python and autograd put around it."""
     if "DataLoader" in where:
         return "loading the next batch (DataLoader)"
     said = where.removeprefix("autograd::engine::evaluate_function: ")
-    return said if len(said) <= most else f"{said[: most - 1]}…"
+    return said if len(said) <= 52 else f"{said[:51]}…"
 
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:

@@ -115,22 +115,19 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     return tuple(Hop(start, end, copies, start // L != end // L) for start, end, copies in ways if start != end)
 
 
-def token_flow(
-    routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, seed: int = 0, width: int = WIDE
-) -> go.Figure:
+def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, width: int = WIDE) -> go.Figure:
     """Dispatch of one of rank 0's tokens, drawn for each method side by side.
 
     Args:
         routing: how tokens choose experts.
         placement: where the experts are.
         token: which of the rank's tokens.
-        seed: of the draw.
         width: as of :func:`moelab.viz.theme.new_figure`.
 
     Raises:
         BadInput: if the routing does not fit.
     """
-    experts = _experts_of_token(routing, placement, sender=0, token=token, seed=seed)
+    experts = _experts_of_token(routing, placement, sender=0, token=token)
     ways = {method: hops(experts, placement, method, sender=0) for method in METHODS}
     far = {method: sum(hop.copies for hop in each if hop.far) for method, each in ways.items()}
     near = {method: sum(hop.copies for hop in each if not hop.far) for method, each in ways.items()}
@@ -164,7 +161,7 @@ def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int
     Raises:
         BadInput: if there is no such rank, or the routing does not fit.
     """
-    experts = _experts_of_token(routing, placement, sender=sender, token=token, seed=0)
+    experts = _experts_of_token(routing, placement, sender=sender, token=token)
     ways = hops(experts, placement, "deepep_hybrid", sender=sender)
     far, near = ([hop for hop in ways if hop.far is is_far] for is_far in (True, False))
     copies = f"{len(far)} {'copy' if len(far) == 1 else 'copies'} over the network: nodes forward among themselves"
@@ -183,12 +180,10 @@ def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int
     )
 
 
-def _experts_of_token(
-    routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int, seed: int
-) -> list[int]:
+def _experts_of_token(routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int) -> list[int]:
     if not 0 <= sender < placement.ep:
         raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
-    experts: list[int] = draw_expert_ids(routing, placement, token + 1, rank=sender, seed=seed)[token].tolist()
+    experts: list[int] = draw_expert_ids(routing, placement, token + 1, rank=sender)[token].tolist()
     return experts
 
 
