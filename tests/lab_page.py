@@ -16,8 +16,6 @@ from playwright.sync_api import Browser, Locator
 
 from moelab.notebooks.batch import END_MARKER
 
-LARGE_UPDATE_BYTES, QUIET_S = 10_000, 6.0
-"""The simulated run of 256 ranks in notebook 09 sends 80 kB and more every few seconds, a run of two ranks about 4."""
 LONGEST_RUN_MS, LONGEST_ACTION_MS = 600_000, 120_000
 SIZES = ((1280, 800), (1920, 1080))
 # Not of this project: JupyterLab's plugins wait for each other where the machine is busy; plotly's renderer of its
@@ -191,16 +189,6 @@ class LabPage:
         while (now := self.figures()) == than or not now:
             assert time.monotonic() < deadline_s, "no figure changed"
             self.page.wait_for_timeout(100)
-
-    def wait_for_quiet(self) -> None:
-        """Until no widget of the page sends large updates any more, such as the view of a simulated run."""
-        deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
-        while True:
-            self.updates.clear()
-            self.page.wait_for_timeout(1000 * QUIET_S)
-            if max(self.updates, default=0) < LARGE_UPDATE_BYTES:
-                return
-            assert time.monotonic() < deadline_s, "the page does not come to rest"
 
     def screenshot(self, file: Path) -> None:
         """The window, scrolled to the panel."""

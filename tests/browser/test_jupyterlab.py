@@ -87,7 +87,9 @@ def move(name: str, lab: Lab, page: LabPage) -> tuple[Locator, str]:
         before = page.figures()
         make_run(lab.root / WATCHED, watched(precision="fp8"), [8.0, 7.9, 7.5], state=State.RUNNING)
         page.wait_for_other_figures(before)
-        page.wait_for_quiet()  # the view of the simulated run, above it, sends updates for 20 s too
+        # The view of a simulated run, above it, sends updates for 20 s too; they are no answer to the key.
+        simulated = page.page.locator(".moelab-panel").first
+        simulated.locator(".gtitle", has_text="1 completed").wait_for(state="attached")
     return panel.get_by_role("combobox").first, "ArrowDown"
 
 
