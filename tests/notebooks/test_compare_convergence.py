@@ -15,11 +15,9 @@ import nbformat
 import pytest
 from notebook_support import NO_PICTURES, Ran, sbatch_that_tells
 
-from moelab.experiment_file import write_experiment
 from moelab.notebooks import execute, read_parameters
 from moelab.runs import directory
-from moelab.runs.collect import METRICS_FILE, RESULTS_FILE, collect, joined_rows, newest
-from moelab.runs.directory import EXPERIMENT_FILE, RunDir
+from moelab.runs.collect import collect, joined_rows, newest
 
 pytestmark = pytest.mark.training
 ROOT = Path(__file__).parents[2]
@@ -48,11 +46,9 @@ def test_the_published_size_shows_its_script_and_submits_nothing_unasked(
 
 
 def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path) -> None:
-    """As short as the notebook's defaults, whose two seeds are there already: of the third one arm is trained."""
+    """As short as the notebook's defaults, whose two seeds are there already; a verdict takes three."""
     output, runs, study = tmp_path / "executed.ipynb", tmp_path / "runs", f"{NAME}_smoke"
     shutil.copytree(by_nbmake(NAME).folder / "runs", runs)
-    (trained_run,) = (runs / study / "mxfp8_standard" / "seed1").iterdir()
-    copy_as_seed(RunDir(trained_run), 2, runs)
     before = {run.name for run in directory.find(runs)}
     parameters = ROOT / "papermill_params" / NAME / "cpu.yaml"
     command = [sys.executable, "-m", "moelab.notebooks", str(NOTEBOOK), str(output), "-f", str(parameters)]
@@ -62,7 +58,7 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"report: {runs / study / 'report.html'}" in done.stdout
-    assert f"{study} | bf16_standard | seed 2 | step" in done.stdout  # progress, if only its start
+    assert "left" in done.stdout  # progress with the time left, while it works
     check_report((runs / study / "report.html").read_text())
 
     trained = newest(collect(runs))
@@ -73,7 +69,7 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     assert all(run.finished for run in trained)
     for arm in ("bf16_standard", "mxfp8_standard"):
         curve = joined_rows(run for run in trained if run.arm == arm).groupby("step")["loss"].mean()
-        assert curve.iloc[0] - curve.iloc[-4:].mean() >= 1.3, f"{arm}: {curve.iloc[0]} to {curve.iloc[-4:].mean()}"
+        assert curve.iloc[0] - curve.iloc[-4:].mean() >= 1.4, f"{arm}: {curve.iloc[0]} to {curve.iloc[-4:].mean()}"
 
     judged = subprocess.run(
         [sys.executable, "-m", "moelab", "report", str(runs / study), "--json", "--final-fraction", "0.2"],
@@ -85,15 +81,6 @@ def test_papermill_runs_the_demo(by_nbmake: Callable[[str], Ran], tmp_path: Path
     assert {verdict["answer"] for verdict in verdicts} <= ANSWERS
     assert all(len(verdict["seeds"]) == 3 for verdict in verdicts)
     assert verdicts[0]["sentence"] in "".join(_printed(output))
-
-
-def copy_as_seed(run: RunDir, seed: int, runs: Path) -> None:
-    """A finished run once more, as of another seed."""
-    experiment = run.experiment.model_copy(update={"seed": seed})
-    copied = shutil.copytree(run.path, directory.fresh(runs, experiment).path)
-    (copied / EXPERIMENT_FILE).write_text(write_experiment(experiment))
-    for name in (METRICS_FILE, RESULTS_FILE):  # made again from the log
-        (copied / name).unlink()
 
 
 def check_report(html: str) -> None:

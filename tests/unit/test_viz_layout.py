@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -222,6 +223,14 @@ def test_explorer_says_in_its_line_that_a_layout_does_not_fit_and_takes_other_mo
     assert "30.53 G parameters, 3.353 G active" in explorer.words.value
     explorer.controls["model"].value = "671B"
     assert explorer.experiment.shape is None
+
+
+def test_a_change_of_one_degree_sends_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    explorer, sent = LayoutExplorer(experiment()), []
+    monkeypatch.setattr(explorer.plots, "send", lambda message: sent.append(json.dumps(message)))
+    explorer.controls["ep"].value = 16
+    (message,) = sent
+    assert len(message) < 0.3 * len(explorer.figures["memory"].to_json())
 
 
 def test_the_answer_has_a_row_for_each_technique_and_each_layout() -> None:
