@@ -27,7 +27,6 @@ block; native MXFP8: what torchao 0.18's CuTeDSL quantisation kernel needs on SM
 """
 ROCM = {9.4: "gfx942", 9.5: "gfx950"}
 """AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""
-GFX950 = 9.5
 
 
 class ImpossibleHardware(BadInput):
@@ -94,11 +93,6 @@ class Node:
         It takes equally many of each, as ``sbatch --segment`` places it, and of the counts that do not cut an
         expert-parallel group the largest: 64 hosts of four GPUs with groups of 64 are 16 in each of four NVL72 racks.
 
-        Args:
-            nodes: of the job.
-            gpus_per_node: that it uses of each.
-            ep: ranks of an expert-parallel group.
-
         Example:
             >>> tray = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
             >>> tray.nvlink_ranks(nodes=64, gpus_per_node=4, ep=64), tray.nvlink_ranks(nodes=72, gpus_per_node=4)
@@ -151,7 +145,7 @@ def has_native_mxfp8(capability: float | None) -> bool:
     (``_is_sm_10x`` in ``torchao/prototype/moe_training/kernels/mxfp8/quant.py``). The same file has kernels for AMD's
     gfx950, which has the tensor cores too; no run of them stands behind this.
     """
-    return capability == GFX950 or int(capability or 0) == 10
+    return capability == 9.5 or int(capability or 0) == 10
 
 
 def has_deepep(capability: float | None) -> bool:
@@ -321,14 +315,5 @@ def cluster_of(hardware: str | OwnHardware) -> Cluster:
 
 
 def gpu_of(hardware: str | OwnHardware) -> Gpu:
-    """The GPU of an experiment's ``hardware``.
-
-    Raises:
-        BadInput: if there is no such profile, or no such GPU.
-        GpusUnknown: for ``local`` where nvidia-smi fails.
-
-    Example:
-        >>> gpu_of("h100_node").capability
-        9.0
-    """
+    """The GPU of an experiment's ``hardware``; raises as :func:`cluster_of`."""
     return cluster_of(hardware).node.gpu

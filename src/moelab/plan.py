@@ -128,10 +128,7 @@ class Plan:
 def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryConstants = memory_constants) -> Plan:
     """Plan an experiment.
 
-    Args:
-        experiment: what a person wants to run.
-        path: file that holds it as it is here, for the command; None if no file does.
-        constants: of the memory model, such as a measured load of the experts.
+    ``path`` is the file that holds it as it is here, for the command; None if no file does.
 
     Raises:
         BadInput: if its hardware profile does not exist.
@@ -156,11 +153,7 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
 
 
 def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float] | None:
-    """What a search needs to know of memory; None where the GPU is not known.
-
-    Args:
-        experiment: names the hardware; the candidates of its search are given to the function that is returned.
-    """
+    """What a search needs to know of memory; None where the GPU is not known."""
     if not _gpu_is_known(experiment):
         return None
     gpu = gpu_of(experiment.hardware)
@@ -227,9 +220,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
 def verified(planned: Plan, ranks: Sequence[int] | None = None) -> dict[str, Any]:
     """Build a legal plan with TorchTitan, without a GPU, and put the predicted memory beside each rank.
 
-    Args:
-        planned: a legal plan.
-        ranks: global ranks to build; by default the first of every pipeline rank.
+    ``ranks`` are global ones; by default the first of every pipeline rank.
 
     Raises:
         BadInput: for a rank outside of the world.

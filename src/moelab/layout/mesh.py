@@ -84,9 +84,7 @@ class Facts:
 def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
     """Consecutive ranks of an experiment that NVLink joins, by its hardware.
 
-    Args:
-        experiment: gives nodes, GPUs of each, and the hardware.
-        ep: another expert-parallel degree than the experiment's.
+    ``ep`` is another expert-parallel degree than the experiment's.
     """
     return cluster_of(experiment.hardware).node.nvlink_ranks(
         nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep
@@ -96,9 +94,7 @@ def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
 def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """Facts of an experiment.
 
-    Args:
-        experiment: what a person wants to run.
-        gpu: of this machine, of capability 0 where it has none; None for that of the experiment's hardware.
+    ``gpu`` is this machine's, of capability 0 where it has none; None means that of the experiment's hardware.
 
     Raises:
         BadInput: if its hardware profile does not exist.
@@ -209,13 +205,7 @@ _PURPOSES = (
 
 
 def groups_of(layout: Layout, rank: int, *, gpus_per_node: int) -> tuple[Group, ...]:
-    """Groups of more than one rank that a rank belongs to, the most talkative first.
-
-    Args:
-        layout: resolved degrees.
-        rank: global rank, below ``layout.world_size``.
-        gpus_per_node: consecutive ranks that share a node.
-    """
+    """Groups of more than one rank that a rank belongs to, the most talkative first."""
     groups = []
     for name, axes, carries in _PURPOSES:
         # Without expert parallelism there is no expert mesh: FSDP shards experts with everything else.

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
@@ -58,14 +57,12 @@ ROPE_TOKENS = {"nano": 4096, "debug": 16384, "16B": 16384, "671B": 16384}
 """Tokens that the rotary embedding of each model reaches: ``max_seq_len`` of its ``RoPE.Config``."""
 PADS = (EPBackend.STANDARD, EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 """Dispatchers that pad each expert's tokens."""
-SENDS: Mapping[EPBackend, tuple[str, ...]] = MappingProxyType(
-    {
-        EPBackend.STANDARD: ("bf16", "mxfp8"),
-        EPBackend.DEEPEP: ("bf16", "mxfp8", "fp8"),
-        EPBackend.HYBRIDEP: ("bf16",),
-        EPBackend.MINIMAL_ASYNC_EP: ("bf16",),
-    }
-)
+SENDS: Mapping[EPBackend, tuple[str, ...]] = {
+    EPBackend.STANDARD: ("bf16", "mxfp8"),
+    EPBackend.DEEPEP: ("bf16", "mxfp8", "fp8"),
+    EPBackend.HYBRIDEP: ("bf16",),
+    EPBackend.MINIMAL_ASYNC_EP: ("bf16",),
+}
 """Formats in which tokens can travel; values of ``dispatch_precision``."""
 COMBINE_FEATURES = 256
 """DeepEP combines tokens of a multiple of this many BF16 features."""
@@ -448,9 +445,7 @@ class LayoutCheck:
 def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
     """Judge an experiment.
 
-    Args:
-        experiment: what a person wants to run, on any number of nodes.
-        gpu: judge for this machine's GPU (of capability 0 for none), and not for that of the experiment's hardware.
+    With a ``gpu``, of this machine and of capability 0 for none, it is judged for that, and not for its hardware's.
 
     Returns:
         The verdict. It says nothing about memory.

@@ -75,14 +75,7 @@ class Work:
 
 @functools.lru_cache(maxsize=65_536)
 def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> Mapping[str, float]:
-    """Bytes of every tensor that one layer keeps for its backward pass.
-
-    Args:
-        shape: the model.
-        moe: a layer with routed experts, or a dense one.
-        work: what one rank has of a micro-batch.
-        compiled: whether the layer is compiled by torch.compile.
-    """
+    """Bytes of every tensor that one layer keeps for its backward pass."""
     tensors = _attention(shape, work)
     tensors |= _moe(shape, work, compiled=compiled) if moe else _ffn(shape, work, compiled=compiled)
     return MappingProxyType(tensors)

@@ -147,11 +147,6 @@ class StageMemory:
         """What CUDA, NCCL and the dispatcher take besides, GiB: `nvidia-smi` shows it, TorchTitan does not."""
         return sum(self.parts[name] for name in OUTSIDE)
 
-    @property
-    def in_use_gib(self) -> float:
-        """What is allocated at the fullest moment, GiB."""
-        return self.reserved_gib - self.parts["fragmentation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
@@ -514,12 +509,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
 def deepep_buffer_bytes(*, tokens: int, dim: int, top_k: int, ranks: int, nvlink_ranks: int) -> int:
     """Bytes of DeepEP's buffer on one rank, its workspace apart: ``ElasticBuffer.num_bytes`` for BF16 tokens.
 
-    Args:
-        tokens: that a rank dispatches at a time.
-        dim: features of a token.
-        top_k: experts of a token.
-        ranks: expert-parallel ranks.
-        nvlink_ranks: ranks of one NVLink domain.
+    ``tokens`` are those that a rank dispatches at a time, ``nvlink_ranks`` the ``ranks`` of one NVLink domain.
 
     Example:
         >>> deepep_buffer_bytes(tokens=8192, dim=7168, top_k=8, ranks=2, nvlink_ranks=2) // 2**20

@@ -125,11 +125,8 @@ def value_that_meets(
 ) -> float | None:
     """The value of a constant with which a prediction meets a time, from a twentieth to 20 times its own; else None.
 
-    Args:
-        name: of the constant.
-        seconds: that were measured.
-        predict: the same time by a calibration; grows or falls with the constant all the way.
-        others: values of other constants.
+    ``predict`` gives the same time by a calibration, and grows or falls with the constant ``name`` all the way;
+    ``others`` are values of other constants.
     """
     from scipy.optimize import brentq  # a projection solves nothing, and does not wait for scipy
 

@@ -93,11 +93,8 @@ def sms_of(gpu: Gpu) -> int:
 def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulated: bool = False) -> Rates:
     """The rates of products and casts on a GPU.
 
-    Args:
-        gpu: with its datasheet.
-        calibration: what of it is reached.
-        alone: kernels by themselves, as a benchmark of kernels times them, and not beside others in a step.
-        emulated: casts of emulated MXFP8.
+    ``alone`` means kernels by themselves, as a benchmark of kernels times them, and not beside others in a step;
+    ``emulated`` means casts of emulated MXFP8.
     """
     c, blackwell = calibration, is_blackwell(gpu)  # Hopper's constants are of a step and of kernels alone alike
     bf16, low = (1e12 * float(figure or 0) for figure in (gpu.bf16_tflops, gpu.fp8_tflops))

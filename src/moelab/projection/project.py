@@ -119,8 +119,8 @@ def project(
 
     Example:
         >>> from moelab.titan.arms import named_arms
-        >>> found = project(named_arms()["dsv3_671b_bf16_standard"])
-        >>> abs(sum(found.breakdown_s.values()) - found.step_time_s) < 1e-9
+        >>> one = project(named_arms()["dsv3_671b_bf16_standard"])
+        >>> abs(sum(one.breakdown_s.values()) - one.step_time_s) < 1e-9
         True
     """
     cluster = cluster or cluster_of(experiment.hardware)

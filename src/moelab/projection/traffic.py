@@ -156,11 +156,9 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
 def layer_bytes(rows: OnWires, hidden: int, *, dispatch_precision: DispatchPrecision = "bf16") -> LayerTraffic:
     """Bytes of the four exchanges of one MoE layer.
 
-    Args:
-        rows: that a rank sends in one exchange.
-        hidden: elements of a row.
-        dispatch_precision: of dispatch and of combine's gradient, block scales included; the sums that combine and
-            dispatch's gradient carry stay in BF16.
+    ``rows`` are those that a rank sends in one exchange, of ``hidden`` elements each. ``dispatch_precision`` is that of
+    dispatch and of combine's gradient, block scales included; the sums that combine and dispatch's gradient carry stay
+    in BF16.
     """
     low = rows.times(hidden * BYTES_PER_ELEMENT[dispatch_precision])
     high = rows.times(hidden * BYTES_PER_ELEMENT["bf16"])

@@ -8,15 +8,15 @@ was *seen* while the form of the model was chosen, or it is *blind*: measured or
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+
+from moelab.data import read_json
 
 PUBLISHED, BRIDGE_SOURCE, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "NousResearch")
 H100_FIRST, H100_LATER, ONE_NODE, NOW = OWN = (
@@ -68,8 +68,7 @@ class ValidationRow:
 
 @functools.cache
 def _packaged() -> dict[str, list[dict[str, Any]]]:
-    content: dict[str, Any] = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
-    return content
+    return read_json(TABLE)
 
 
 def validation_table() -> tuple[ValidationRow, ...]:
