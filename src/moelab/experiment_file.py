@@ -60,16 +60,12 @@ neither version nor end mark."""
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Experiments that are run and judged together.
-
-    Attributes:
-        name: folder under ``runs/``.
-        experiments: in the order in which they run; arms alternate within each seed (A B A B), so that a drift of the
-            machine falls on all arms alike.
-    """
+    """Experiments that are run and judged together."""
 
     name: str
     experiments: tuple[Experiment, ...]
+    """In the order in which they run; arms alternate within each seed (A B A B), so that a drift of the machine
+    falls on all arms alike."""
 
     @property
     def first_of_arms(self) -> tuple[Experiment, ...]:

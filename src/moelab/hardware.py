@@ -52,28 +52,19 @@ class SourcedNumber:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU; None where a figure is not known, or where there is no such unit.
-
-    Attributes:
-        name: as people say it, such as ``H100``.
-        capability: compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the
-            "GPU" is a CPU, None where it is not known.
-        memory_gib: device memory that CUDA shows, GiB; None where it is not known.
-        bf16_tflops: dense BF16 tensor-core peak, TFLOP/s.
-        fp8_tflops: dense FP8 tensor-core peak, TFLOP/s.
-        mxfp8_tflops: dense MXFP8 tensor-core peak, TFLOP/s.
-        hbm_tb_s: memory bandwidth, TB/s.
-        nvlink_gb_s: NVLink bandwidth each way, GB/s; for a GPU of AMD that of its Infinity Fabric.
-    """
+    """One GPU; None where a figure is not known, or where there is no such unit."""
 
     name: str
     capability: float | None
-    memory_gib: SourcedNumber | None
-    bf16_tflops: SourcedNumber | None = None
-    fp8_tflops: SourcedNumber | None = None
-    mxfp8_tflops: SourcedNumber | None = None
+    """Compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the "GPU" is a
+    CPU, None where it is not known."""
+    memory_gib: SourcedNumber | None  # that CUDA shows
+    bf16_tflops: SourcedNumber | None = None  # dense BF16 tensor-core peak, TFLOP/s
+    fp8_tflops: SourcedNumber | None = None  # dense FP8 tensor-core peak, TFLOP/s
+    mxfp8_tflops: SourcedNumber | None = None  # dense MXFP8 tensor-core peak, TFLOP/s
     hbm_tb_s: SourcedNumber | None = None
     nvlink_gb_s: SourcedNumber | None = None
+    """NVLink bandwidth each way, GB/s; for a GPU of AMD that of its Infinity Fabric."""
 
     def __post_init__(self) -> None:
         if self.capability is not None and (not isfinite(self.capability) or self.capability < 0):
@@ -84,19 +75,13 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One host of Slurm's: ``gpus`` of one kind, one network card each, and NVLink between them and perhaps beyond.
-
-    Attributes:
-        gpu: the kind of GPU.
-        gpus: how many.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s; None where there is no network.
-        nvlink_gpus: GPUs that NVLink joins, where these are more than the host's: 72 of 18 hosts in an NVL72 rack.
-    """
+    """One host of Slurm's: ``gpus`` of one kind, one network card each, and NVLink between them and perhaps beyond."""
 
     gpu: Gpu
     gpus: int
-    nic_gb_s: SourcedNumber | None = None
+    nic_gb_s: SourcedNumber | None = None  # network bandwidth of one GPU each way, GB/s; None where there is no network
     nvlink_gpus: int | None = None
+    """GPUs that NVLink joins, where these are more than the host's: 72 of 18 hosts in an NVL72 rack."""
 
     @property
     def domain(self) -> int:

@@ -37,20 +37,13 @@ class PublishedDifference:
     """What differs from the published scripts of the 256-GPU study, and why.
 
     The scripts are those of the Nebius ml-cookbook, ``pytorch-dsv3-mxfp8``, published with the article of March 2026.
-
-    Attributes:
-        topic: what it is about.
-        published: what the published scripts do, and what comes of it.
-        here: what moelab does instead.
-        kind: ``fault`` of a script, or a difference of the ``stack`` since then.
-        models: models whose script it concerns.
     """
 
     topic: str
-    published: str
-    here: str
-    kind: Literal["fault", "stack"] = "fault"
-    models: tuple[str, ...] = ("16B", "671B")
+    published: str  # what the published scripts do, and what comes of it
+    here: str  # what moelab does instead
+    kind: Literal["fault", "stack"] = "fault"  # ``fault`` of a script, or a difference of the ``stack`` since then
+    models: tuple[str, ...] = ("16B", "671B")  # models whose script it concerns
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -76,23 +69,14 @@ def differences(experiment: Experiment) -> tuple[PublishedDifference, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is known of an experiment before it runs.
-
-    Attributes:
-        experiment: what a person asked for.
-        verdict: legality of the layout.
-        memory: what each pipeline rank holds; None of an illegal layout.
-        fits: whether the fullest GPU has room; None where that is not known.
-        command: what one node executes; empty for a model that cannot be trained.
-        differences: from the published scripts, for an experiment of their size.
-    """
+    """Everything that is known of an experiment before it runs."""
 
     experiment: Experiment
     verdict: LayoutCheck
-    memory: MemoryEstimate | None
-    fits: bool | None
-    command: tuple[str, ...]
-    differences: tuple[PublishedDifference, ...]
+    memory: MemoryEstimate | None  # what each pipeline rank holds; None of an illegal layout
+    fits: bool | None  # whether the fullest GPU has room; None where that is not known
+    command: tuple[str, ...]  # what one node executes; empty for a model that cannot be trained
+    differences: tuple[PublishedDifference, ...]  # from the published scripts, for an experiment of their size
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -54,21 +54,13 @@ BETTER = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Gain:
-    """What a setting is worth, with the best layout of either side.
-
-    Attributes:
-        name: of the technique or the field.
-        with_it: fastest projection with it; None where no legal layout has it and fits.
-        without: fastest projection without it.
-        interval: percent; both sides err by the same constants, because they are the same machine.
-        why: what it comes from, where the model can say so, or why there is no layout.
-    """
+    """What a setting is worth, with the best layout of either side."""
 
     name: str
-    with_it: Projection | None
-    without: Projection
-    interval: Estimate
-    why: str = ""
+    with_it: Projection | None  # fastest projection with it; None where no legal layout has it and fits
+    without: Projection  # fastest projection without it
+    interval: Estimate  # percent; both sides err by the same constants, because they are the same machine
+    why: str = ""  # what it comes from, where the model can say so, or why there is no layout
 
     @property
     def rests_on(self) -> tuple[str, ...]:
@@ -114,25 +106,15 @@ class Worth:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A search by predicted speed.
-
-    Attributes:
-        experiment: that was given.
-        cluster: that it was projected to.
-        found: the search; its candidates are those that were projected, in the order of the estimate.
-        ranked: the best layouts first, each with its projection; empty where none fits.
-        gains: of the techniques, each side with its own best layout.
-        worth: of settings of the best; negative where another value is faster.
-        own_tps: tokens/s/GPU with the layout that was given; None where it is illegal or does not fit.
-    """
+    """A search by predicted speed."""
 
     experiment: Experiment
     cluster: Cluster
-    found: Found
-    ranked: tuple[Candidate, ...]
-    gains: tuple[Gain, ...]
-    worth: tuple[Worth, ...]
-    own_tps: float | None
+    found: Found  # the search; its candidates are those that were projected, in the order of the estimate
+    ranked: tuple[Candidate, ...]  # the best layouts first, each with its projection; empty where none fits
+    gains: tuple[Gain, ...]  # of the techniques, each side with its own best layout
+    worth: tuple[Worth, ...]  # of settings of the best; negative where another value is faster
+    own_tps: float | None  # tokens/s/GPU with the layout that was given; None where it is illegal or does not fit
 
     @property
     def considered(self) -> int:

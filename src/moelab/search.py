@@ -70,21 +70,14 @@ Headroom = Callable[[Experiment, Layout], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One legal layout.
-
-    Attributes:
-        experiment: what was searched for, with this layout.
-        bubble_fraction: share of a step in which a pipeline rank waits, from the schedule alone.
-        ep_nodes: nodes that a group of expert-parallel ranks spans.
-        headroom_gib: memory left on the fullest GPU, negative if it does not fit; None if it was not estimated.
-        projection: of its speed; None if it was not made.
-    """
+    """One legal layout."""
 
     experiment: Experiment
     bubble_fraction: float
-    ep_nodes: int
+    ep_nodes: int  # nodes that a group of expert-parallel ranks spans
     headroom_gib: float | None = None
-    projection: Projection | None = None
+    """Memory left on the fullest GPU, negative if it does not fit; None if it was not estimated."""
+    projection: Projection | None = None  # of its speed; None if it was not made
 
     @property
     def fits(self) -> bool | None:
@@ -110,23 +103,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search came back with.
+    """What a search came back with."""
 
-    Attributes:
-        candidates: legal layouts that fit, best first.
-        nearest: if none fits, the legal ones that exceed the memory least.
-        examined: layouts that were judged.
-        legal: how many of them are legal.
-        too_large: legal ones, better by all but memory, that do not fit.
-        left_out: legal ones that were not looked at, because enough better ones fit.
-    """
-
-    candidates: tuple[Candidate, ...]
-    nearest: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # legal layouts that fit, best first
+    nearest: tuple[Candidate, ...]  # if none fits, the legal ones that exceed the memory least
     examined: int
     legal: int
-    too_large: int
-    left_out: int = 0
+    too_large: int  # legal ones, better by all but memory, that do not fit
+    left_out: int = 0  # legal ones that were not looked at, because enough better ones fit
 
     def to_json(self) -> dict[str, Any]:
         """The layouts as one JSON object."""

@@ -80,21 +80,14 @@ LOSS_CHUNKS = 8
 
 
 class Fault(NamedTuple):
-    """A rule that a candidate breaks.
-
-    Attributes:
-        rule: its short name, for tests and tables.
-        factor: field of the experiment that is named as the one at fault; what else could change is in ``words``.
-        words: what is wrong, without the factor and without the choices.
-        shapes_layout: whether no layout can be resolved where the rule is broken.
-        offers_choices: whether the values of ``factor`` that would do are listed; the others say it in ``words``.
-    """
+    """A rule that a candidate breaks."""
 
     rule: str
-    factor: str
-    words: str
-    shapes_layout: bool = False
+    factor: str  # field of the experiment that is named as the one at fault; what else could change is in ``words``
+    words: str  # what is wrong, without the factor and without the choices
+    shapes_layout: bool = False  # whether no layout can be resolved where the rule is broken
     offers_choices: bool = True
+    """Whether the values of ``factor`` that would do are listed; the others say it in ``words``."""
 
     def reason(self, facts: Facts) -> str:
         """The fault as a sentence: the factor, what was given, what is wrong, and the legal choices."""
@@ -439,17 +432,12 @@ def _gpu(facts: Facts) -> Iterator[Fault]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCheck:
-    """The verdict on an experiment.
-
-    Attributes:
-        reasons: why it is not legal, every one; empty if it is. Each begins with the field at fault and what was given.
-        notes: what a person should know of a legal one too, such as padding that is raised.
-        layout: None if it cannot be resolved.
-    """
+    """The verdict on an experiment."""
 
     reasons: tuple[str, ...]
-    notes: tuple[str, ...]
-    layout: Layout | None
+    """Why it is not legal, every one; empty if it is. Each begins with the field at fault and what was given."""
+    notes: tuple[str, ...]  # what a person should know of a legal one too, such as padding that is raised
+    layout: Layout | None  # None if it cannot be resolved
 
     @property
     def legal(self) -> bool:

@@ -32,23 +32,14 @@ HELD_ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One pipeline schedule.
-
-    Attributes:
-        name: as TorchTitan spells it.
-        stages_per_rank: 1, or 2 for a schedule of several stages, of which a ``loop`` takes more.
-        style: ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r).
-        splits_backward: whether dgrad and wgrad are separate steps (zero-bubble schedules).
-        least_microbatches: micro-batches that a number of stages needs.
-        whole_rounds: whether micro-batches must divide into rounds of about ``pp``.
-    """
+    """One pipeline schedule."""
 
     name: str
-    stages_per_rank: int
-    style: str = "loop"
-    splits_backward: bool = False
-    least_microbatches: Callable[[int], int] = lambda _stages: 1
-    whole_rounds: bool = False
+    stages_per_rank: int  # 1, or 2 for a schedule of several stages, of which a ``loop`` takes more
+    style: str = "loop"  # ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r)
+    splits_backward: bool = False  # whether dgrad and wgrad are separate steps (zero-bubble schedules)
+    least_microbatches: Callable[[int], int] = lambda _stages: 1  # micro-batches that a number of stages needs
+    whole_rounds: bool = False  # whether micro-batches must divide into rounds of about ``pp``
 
     def takes(self, microbatches: int, pp: int) -> bool:
         """Whether the schedule can run this many micro-batches on ``pp`` ranks."""

@@ -95,21 +95,13 @@ NORMS_QUERIES = ("qwen3_moe", "qwen3_vl_moe_text", "olmoe")
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
-    """A model of another system as an experiment names it.
-
-    Attributes:
-        source: file, or name of a published model.
-        model: whose router and tokenizer stand in: ``671B`` for sigmoid scores, ``16B`` for softmax.
-        shape: dimensions that differ from ``model``'s; fields of an experiment's ``shape``.
-        taken: keys of the configuration that gave a dimension.
-        left: what else the configuration has, in words or by its key.
-    """
+    """A model of another system as an experiment names it."""
 
     source: str
-    model: str
-    shape: dict[str, Any]
-    taken: tuple[str, ...]
-    left: tuple[str, ...]
+    model: str  # whose router and tokenizer stand in: ``671B`` for sigmoid scores, ``16B`` for softmax
+    shape: dict[str, Any]  # dimensions that differ from ``model``'s; fields of an experiment's ``shape``
+    taken: tuple[str, ...]  # keys of the configuration that gave a dimension
+    left: tuple[str, ...]  # what else the configuration has, in words or by its key
 
     @property
     def overrides(self) -> tuple[str, str]:

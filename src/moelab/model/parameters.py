@@ -15,20 +15,14 @@ Part = Literal["attention", "dense FFN", "routed experts", "shared experts", "ro
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One weight of one module of TorchTitan's model.
+    """One weight of one module of TorchTitan's model."""
 
-    Attributes:
-        name: as TorchTitan names it, inside its module.
-        shape: of the whole tensor.
-        part: which part of the model it is counted under.
-        tp_dim: dimension that tensor parallelism shards; None where every rank holds it whole. Routed experts are
-            sharded by it only where there is no expert parallelism.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # as TorchTitan names it, inside its module
+    shape: tuple[int, ...]  # of the whole tensor
     part: Part
     tp_dim: int | None = None
+    """Dimension that tensor parallelism shards; None where every rank holds it whole. Routed experts are sharded by
+    it only where there is no expert parallelism."""
 
     @property
     def numel(self) -> int:

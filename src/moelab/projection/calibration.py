@@ -27,21 +27,13 @@ def _quotient(value: float | str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A number and how it is known.
-
-    Attributes:
-        value: of the constant.
-        what: its meaning, with its unit.
-        how: it is known.
-        source: where it comes from.
-        fitted_on: rows of the validation table that it makes the model meet.
-    """
+    """A number and how it is known."""
 
     value: Annotated[float, BeforeValidator(_quotient)]
-    what: str
+    what: str  # its meaning, with its unit
     how: Literal["measured", "quoted", "fitted", "assumed"]
-    source: str
-    fitted_on: tuple[str, ...] = ()
+    source: str  # where it comes from
+    fitted_on: tuple[str, ...] = ()  # rows of the validation table that it makes the model meet
 
     __pydantic_config__ = _CLOSED
 

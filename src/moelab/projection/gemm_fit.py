@@ -36,21 +36,13 @@ GOAL = 0.10
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fit:
-    """Constants and how well they meet what they were fitted on.
-
-    Attributes:
-        gpu: that they are of.
-        calibration: with the constants as fitted.
-        free: names of the constants that were free.
-        residuals: all observations: kind, name, role, value, the model's and its relative error.
-        draws: calibrations of a parametric bootstrap.
-    """
+    """Constants and how well they meet what they were fitted on."""
 
     gpu: Gpu
-    calibration: Calibration
-    free: tuple[str, ...]
-    residuals: pd.DataFrame
-    draws: tuple[Calibration, ...]
+    calibration: Calibration  # with the constants as fitted
+    free: tuple[str, ...]  # names of the constants that were free
+    residuals: pd.DataFrame  # all observations: kind, name, role, value, the model's and its relative error
+    draws: tuple[Calibration, ...]  # calibrations of a parametric bootstrap
 
     def rates(self, *, in_step: bool = False) -> Rates:
         """Of kernels alone, or as they run in a step."""
@@ -135,17 +127,11 @@ def rows_text(rows: Estimate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """The grouped product of one rank's experts under a layout.
+    """The grouped product of one rank's experts under a layout."""
 
-    Attributes:
-        name: for figures.
-        case: w1 (and w3) of the experts; w2 is its transpose and takes as long in the model.
-        layout: in words.
-    """
-
-    name: str
-    case: Case
-    layout: str
+    name: str  # for figures
+    case: Case  # w1 (and w3) of the experts; w2 is its transpose and takes as long in the model
+    layout: str  # in words
 
 
 def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> ExpertWork:

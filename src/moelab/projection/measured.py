@@ -64,17 +64,11 @@ SAME_SHAPE = {"671B MoE-heavy": SCALING}
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One file of measurements, or the sentence that says how to make it.
-
-    Attributes:
-        name: of the file, without its ending.
-        content: None where it was not measured yet.
-        packaged: whether it came with the package, so that showing it is a replay.
-    """
+    """One file of measurements, or the sentence that says how to make it."""
 
     name: str
-    content: Mapping[str, Any] | None
-    packaged: bool = False
+    content: Mapping[str, Any] | None  # None where it was not measured yet
+    packaged: bool = False  # whether it came with the package, so that showing it is a replay
 
     @property
     def rows(self) -> Sequence[Row]:

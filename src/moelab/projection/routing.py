@@ -59,20 +59,14 @@ from moelab.errors import BadInput
 class ExpertPlacement:
     """Experts, the ranks that share them out, and the nodes that hold the ranks.
 
-    Attributes:
-        experts: routed experts of a layer.
-        top_k: experts of each token.
-        ep: ranks of the expert-parallel group; a divisor of ``experts``.
-        ranks_per_node: consecutive ranks of the group on one node; all of them where the group is smaller.
-
     Raises:
         BadInput: for a count that is not positive, or one that does not divide.
     """
 
-    experts: int
+    experts: int  # routed experts of a layer
     top_k: int
-    ep: int
-    ranks_per_node: int
+    ep: int  # ranks of the expert-parallel group; a divisor of ``experts``
+    ranks_per_node: int  # consecutive ranks of the group on one node; all of them where the group is smaller
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "ep", "ranks_per_node"):
@@ -120,19 +114,13 @@ ExpertIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingModel:
-    """One kind of routing with what it needs.
+    """One kind of routing with what it needs."""
 
-    Attributes:
-        kind: see the table above.
-        groups: groups of experts, for the two group-limited kinds and a measured load.
-        limited_groups: groups that a token may use.
-        weights: of each expert; for ``skewed`` on any positive scale, for ``measured`` those of a measured load.
-    """
-
-    kind: Kind
-    groups: int = 1
+    kind: Kind  # see the table above
+    groups: int = 1  # groups of experts, for the two group-limited kinds and a measured load
     limited_groups: int = 1
     weights: tuple[float, ...] = ()
+    """Of each expert; for ``skewed`` on any positive scale, for ``measured`` those of a measured load."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -307,19 +295,12 @@ SIMULATED_TOKENS = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Destinations:
-    """Means over tokens.
+    """Means over tokens: of the distinct ranks and nodes that one reaches, and of its copies."""
 
-    Attributes:
-        copies: experts of a token, each of which a plain all-to-all serves with a copy of its own.
-        ranks: distinct ranks of a token.
-        nodes: distinct nodes of a token.
-        label: ``derived`` from a formula, or ``simulated`` from a seeded draw.
-    """
-
-    copies: float
+    copies: float  # experts of a token, each of which a plain all-to-all serves with a copy of its own
     ranks: float
     nodes: float
-    label: Literal["derived", "simulated"]
+    label: Literal["derived", "simulated"]  # ``derived`` from a formula, or ``simulated`` from a seeded draw
 
 
 @functools.lru_cache(maxsize=256)  # a draw takes a while, and figures ask for the same one more than once

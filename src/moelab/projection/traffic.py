@@ -202,17 +202,11 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCount:
-    """Rows from rank to rank in one exchange, counted.
+    """Rows from rank to rank in one exchange, counted."""
 
-    Attributes:
-        nvlink_SR: rows that S sends to R of its own node, ``(P, P)``.
-        network_SR: rows that S sends to R of another node, ``(P, P)``.
-        local_S: rows that a rank keeps, ``(P,)``.
-    """
-
-    nvlink_SR: Counts
-    network_SR: Counts
-    local_S: Counts
+    nvlink_SR: Counts  # rows that S sends to R of its own node, ``(P, P)``
+    network_SR: Counts  # rows that S sends to R of another node, ``(P, P)``
+    local_S: Counts  # rows that a rank keeps, ``(P,)``
 
     @property
     def mean(self) -> OnWires:

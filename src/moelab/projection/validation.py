@@ -34,33 +34,19 @@ GAIN = "% gain"
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """Something that was measured, with its prediction.
+    """Something that was measured, with its prediction."""
 
-    Attributes:
-        of: a whole training step, a part of one, or the memory of a rank.
-        source: who measured it.
-        name: unique in its source.
-        date: of the measurement, as far as it is known.
-        kind: ``fitted``, ``seen`` or ``blind``.
-        unit: of both values.
-        measured: value.
-        predicted: value; NaN until the model is asked.
-        interval: of the prediction, 90 %; only steps that are no gain have one.
-        inferred: what the source does not say and the prediction needs.
-        reference: where the measured value stands.
-    """
-
-    of: Literal["step", "part", "memory"]
+    of: Literal["step", "part", "memory"]  # a whole training step, a part of one, or the memory of a rank
     source: str
     name: str
-    date: str
+    date: str  # of the measurement, as far as it is known
     kind: Literal["fitted", "seen", "blind"]
-    unit: str
+    unit: str  # of both values
     measured: float
-    predicted: float = math.nan
-    interval: tuple[float, float] | None = None
-    inferred: str = ""
-    reference: str
+    predicted: float = math.nan  # value; NaN until the model is asked
+    interval: tuple[float, float] | None = None  # of the prediction, 90 %; only steps that are no gain have one
+    inferred: str = ""  # what the source does not say and the prediction needs
+    reference: str  # where the measured value stands
 
     @property
     def error(self) -> float:
