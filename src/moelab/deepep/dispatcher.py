@@ -187,7 +187,7 @@ def padded(
         kernels: ``native`` DeepEP or its ``emulated`` stand-in.
         precision: in which tokens travel to their experts; gradients, and outputs on their way home, travel in BF16.
         host_sync: False saves the host's wait for the number of rows in each dispatch and makes room for the most that
-            can arrive, ``ranks x tokens x min(top_k, local experts)``. ``docs/measurements.md`` says why it does not pay.
+            can arrive, ``ranks x tokens x min(top_k, local experts)``; ``docs/measurements.md`` says why not to.
     """
     dispatcher = config.token_dispatcher
     if not isinstance(dispatcher, DeepEPTokenDispatcher.Config):
