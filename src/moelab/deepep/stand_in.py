@@ -197,7 +197,7 @@ def most_rows(tokens: int, top_k: int, local_experts: int, alignment: int) -> in
 def _slots(handle: Any) -> torch.Tensor:
     """Row of each received token at each of its experts, int64 ``(U, K)``; -1 for experts elsewhere."""
     received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-    return handle.recv_src_metadata[:received, 2:].long()  # type: ignore[no-any-return]
+    return handle.recv_src_metadata[:received, 2:].long()
 
 
 class _Way:
