@@ -29,24 +29,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        label: what it is called, unlike any other side.
-        arm: empty for a run from elsewhere.
-        attempted: one run for each seed, however it ended; one alone from elsewhere.
-        experiment: what one of its runs was asked to do; None from elsewhere.
-        diverged_seeds: seeds of the arm that diverged, each with the reason.
-        lost_seeds: seeds that it should have and has no loss of otherwise.
-    """
-
-    label: str
-    arm: str = ""
-    attempted: tuple[Collected, ...]
+    label: str  # unlike any other side's
+    arm: str = ""  # empty for a run from elsewhere
+    attempted: tuple[Collected, ...]  # one run for each seed, however it ended; one alone from elsewhere
     settings: Settings = field(default_factory=Settings)
-    experiment: Experiment | None = None
-    diverged_seeds: Mapping[int, str] = field(default_factory=dict)
-    lost_seeds: Mapping[int, str] = field(default_factory=dict)
+    experiment: Experiment | None = None  # of one of its runs; None from elsewhere
+    diverged_seeds: Mapping[int, str] = field(default_factory=dict)  # with the reason
+    lost_seeds: Mapping[int, str] = field(default_factory=dict)  # that it should have and has no loss of otherwise
 
     @property
     def finished(self) -> list[Collected]:
