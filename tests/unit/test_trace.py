@@ -41,7 +41,7 @@ def events_of(run: Path) -> list[dict[str, Any]]:
     return list(json.loads(gzip.decompress((run / "traces" / "rank0.json.gz").read_bytes()))["traceEvents"])
 
 
-@pytest.mark.parametrize(("first", "step"), [(1, 4), (1, 2), (4, 4)])  # and right after a restart
+@pytest.mark.parametrize(("first", "step"), [(1, 4), (1, 3), (1, 2), (4, 4)])  # and right after a restart
 def test_the_step_alone_is_traced_with_the_sizes_of_its_products(tmp_path: Path, first: int, step: int) -> None:
     train(StepTracer(step, 0, tmp_path, memory_snapshot=False), first, step + 2)
     events = events_of(tmp_path)
