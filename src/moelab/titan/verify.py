@@ -32,11 +32,7 @@ CHILD = "moelab.titan.verify_rank"
 
 
 def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Build some ranks of an experiment, and report what they hold.
-
-    Args:
-        experiment: one arm, on a cluster of any size.
-        ranks: global ranks to build; by default the first of every pipeline rank.
+    """Build some global ranks of an experiment, by default the first of every pipeline rank; report what they hold.
 
     Returns:
         ``seconds``, ``world_size``, ``gpu`` (what it was configured for), ``total_parameters``, ``spmd_backend``,
