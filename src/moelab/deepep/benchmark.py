@@ -322,7 +322,7 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
         (x_grad_TD, grad_TD * expected_T1),
         (scores_grad_TK, expected_TK),
     )
-    return max(float((found.float() - expected).norm() / expected.norm()) for found, expected in pairs)
+    return max(float((result.float() - expected).norm() / expected.norm()) for result, expected in pairs)
 
 
 # Time

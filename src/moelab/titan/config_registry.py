@@ -165,9 +165,9 @@ def _require_no_gpus(experiment: Experiment) -> None:
     Raises:
         Refused: if nvidia-smi fails, or lists GPUs that PyTorch does not see.
     """
-    if experiment.hardware != "cpu" and (found := gpus()):
+    if experiment.hardware != "cpu" and (listed := gpus()):
         raise Refused(
-            f"nvidia-smi lists {len(found)} × {found[0].name} (driver {found[0].driver}), but PyTorch "
+            f"nvidia-smi lists {len(listed)} × {listed[0].name} (driver {listed[0].driver}), but PyTorch "
             f"{torch.__version__} sees no CUDA device: it was built without CUDA, or for a newer driver. Install a "
             "matching PyTorch or driver, or train on the processor with hardware=cpu"
         )
