@@ -66,11 +66,7 @@ class NotWholeBlocks(BadInput):
 def require_whole_blocks(what: str, size: int, block: int = BLOCK, *, or_none: bool = False) -> None:
     """Check that a dimension can be cut into blocks.
 
-    Args:
-        what: name of the dimension.
-        size: of it.
-        block: values of a block.
-        or_none: whether 0 will do, as along tokens: no token may have chosen a rank's experts.
+    Along tokens 0 will do, too (``or_none``), because no token may have chosen a rank's experts.
 
     Raises:
         NotWholeBlocks: naming the dimension and the nearest sizes that can.
