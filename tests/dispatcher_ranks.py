@@ -105,6 +105,7 @@ class Case:
     top_k: int = 2
     alignment: int = 8
     seed: int = 0
+    host_sync: bool = True
 
 
 @dataclass
@@ -183,6 +184,7 @@ def build(
             alignment=case.alignment,
             kernels="emulated",
             precision=precision,
+            host_sync=case.host_sync,
         )
     else:
         config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=AllToAllTokenDispatcher.Config(**sizes))

@@ -304,9 +304,9 @@ class Experiment(BaseModel):
         parts = [self.precision.value, self.ep_backend.value]
         if self.precision is not Precision.BF16 and self.quantize != "experts":
             parts.append("linears")
-        if self.wgrad in {**dict.fromkeys(BLOCK_SCALED, ("bf16", "fp8")), Precision.FP8: ("fp8",)}.get(
-            self.precision, ()
-        ):
+        # FP8 experts have theirs in BF16 unless asked, block-scaled ones in their own format; BF16 knows no other.
+        usual = ("mxfp8",) if self.precision in BLOCK_SCALED else ("mxfp8", "bf16")
+        if self.precision is not Precision.BF16 and self.wgrad not in usual:
             parts.append(f"wgrad-{self.wgrad}")
         if self.dispatch_precision != "bf16":
             parts.append(f"dispatch-{self.dispatch_precision}")

@@ -60,16 +60,12 @@ neither version nor end mark."""
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Experiments that are run and judged together.
-
-    Attributes:
-        name: folder under ``runs/``.
-        experiments: in the order in which they run; arms alternate within each seed (A B A B), so that a drift of the
-            machine falls on all arms alike.
-    """
+    """Experiments that are run and judged together."""
 
     name: str
     experiments: tuple[Experiment, ...]
+    """In the order in which they run; arms alternate within each seed (A B A B), so that a drift of the machine
+    falls on all arms alike."""
 
     @property
     def first_of_arms(self) -> tuple[Experiment, ...]:
@@ -84,12 +80,6 @@ class Study:
 
 def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str, Any]], seeds: Iterable[int]) -> Study:
     """Cross arms with seeds.
-
-    Args:
-        name: folder under ``runs/``.
-        shared: fields that every experiment has.
-        arms: fields of each arm.
-        seeds: seeds of each arm.
 
     Raises:
         BadInput: for a field that is unknown or invalid, or two arms that are one.
@@ -166,13 +156,13 @@ def _file_of_study(path: Path) -> Path:
     return studies[path.name]
 
 
-def read_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+def read_experiment(path: Path) -> Experiment:
     """Read a file that holds exactly one experiment.
 
     Raises:
         BadInput: as :func:`read_study`, or if the file holds more than one.
     """
-    study = read_study(path, overrides)
+    study = read_study(path)
     if len(study.experiments) != 1:
         raise BadInput(f"{path} holds {len(study.experiments)} experiments; one was expected here")
     return study.experiments[0]
@@ -196,9 +186,7 @@ def read_record(path: Path) -> Experiment:
 def read_hardware(value: str, folder: Path = Path()) -> str | OwnHardware:
     """The hardware that a name or the path of a YAML file stands for.
 
-    Args:
-        value: as given for ``hardware``.
-        folder: that a path is taken from.
+    A path is taken from ``folder``.
 
     Raises:
         BadInput: if the file cannot be read, or naming each field of it that is wrong.

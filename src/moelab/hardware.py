@@ -27,7 +27,6 @@ block; native MXFP8: what torchao 0.18's CuTeDSL quantisation kernel needs on SM
 """
 ROCM = {9.4: "gfx942", 9.5: "gfx950"}
 """AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""
-GFX950 = 9.5
 
 
 class ImpossibleHardware(BadInput):
@@ -52,28 +51,19 @@ class SourcedNumber:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU; None where a figure is not known, or where there is no such unit.
-
-    Attributes:
-        name: as people say it, such as ``H100``.
-        capability: compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the
-            "GPU" is a CPU, None where it is not known.
-        memory_gib: device memory that CUDA shows, GiB; None where it is not known.
-        bf16_tflops: dense BF16 tensor-core peak, TFLOP/s.
-        fp8_tflops: dense FP8 tensor-core peak, TFLOP/s.
-        mxfp8_tflops: dense MXFP8 tensor-core peak, TFLOP/s.
-        hbm_tb_s: memory bandwidth, TB/s.
-        nvlink_gb_s: NVLink bandwidth each way, GB/s; for a GPU of AMD that of its Infinity Fabric.
-    """
+    """One GPU; None where a figure is not known, or where there is no such unit."""
 
     name: str
     capability: float | None
-    memory_gib: SourcedNumber | None
-    bf16_tflops: SourcedNumber | None = None
-    fp8_tflops: SourcedNumber | None = None
-    mxfp8_tflops: SourcedNumber | None = None
+    """Compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the "GPU" is a
+    CPU, None where it is not known."""
+    memory_gib: SourcedNumber | None  # that CUDA shows
+    bf16_tflops: SourcedNumber | None = None  # dense BF16 tensor-core peak, TFLOP/s
+    fp8_tflops: SourcedNumber | None = None  # dense FP8 tensor-core peak, TFLOP/s
+    mxfp8_tflops: SourcedNumber | None = None  # dense MXFP8 tensor-core peak, TFLOP/s
     hbm_tb_s: SourcedNumber | None = None
     nvlink_gb_s: SourcedNumber | None = None
+    """NVLink bandwidth each way, GB/s; for a GPU of AMD that of its Infinity Fabric."""
 
     def __post_init__(self) -> None:
         if self.capability is not None and (not isfinite(self.capability) or self.capability < 0):
@@ -84,19 +74,13 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One host of Slurm's: ``gpus`` of one kind, one network card each, and NVLink between them and perhaps beyond.
-
-    Attributes:
-        gpu: the kind of GPU.
-        gpus: how many.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s; None where there is no network.
-        nvlink_gpus: GPUs that NVLink joins, where these are more than the host's: 72 of 18 hosts in an NVL72 rack.
-    """
+    """One host of Slurm's: ``gpus`` of one kind, one network card each, and NVLink between them and perhaps beyond."""
 
     gpu: Gpu
     gpus: int
-    nic_gb_s: SourcedNumber | None = None
+    nic_gb_s: SourcedNumber | None = None  # network bandwidth of one GPU each way, GB/s; None where there is no network
     nvlink_gpus: int | None = None
+    """GPUs that NVLink joins, where these are more than the host's: 72 of 18 hosts in an NVL72 rack."""
 
     @property
     def domain(self) -> int:
@@ -108,11 +92,6 @@ class Node:
 
         It takes equally many of each, as ``sbatch --segment`` places it, and of the counts that do not cut an
         expert-parallel group the largest: 64 hosts of four GPUs with groups of 64 are 16 in each of four NVL72 racks.
-
-        Args:
-            nodes: of the job.
-            gpus_per_node: that it uses of each.
-            ep: ranks of an expert-parallel group.
 
         Example:
             >>> tray = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
@@ -166,7 +145,7 @@ def has_native_mxfp8(capability: float | None) -> bool:
     (``_is_sm_10x`` in ``torchao/prototype/moe_training/kernels/mxfp8/quant.py``). The same file has kernels for AMD's
     gfx950, which has the tensor cores too; no run of them stands behind this.
     """
-    return capability == GFX950 or int(capability or 0) == 10
+    return capability == 9.5 or int(capability or 0) == 10
 
 
 def has_deepep(capability: float | None) -> bool:
@@ -336,14 +315,5 @@ def cluster_of(hardware: str | OwnHardware) -> Cluster:
 
 
 def gpu_of(hardware: str | OwnHardware) -> Gpu:
-    """The GPU of an experiment's ``hardware``.
-
-    Raises:
-        BadInput: if there is no such profile, or no such GPU.
-        GpusUnknown: for ``local`` where nvidia-smi fails.
-
-    Example:
-        >>> gpu_of("h100_node").capability
-        9.0
-    """
+    """The GPU of an experiment's ``hardware``; raises as :func:`cluster_of`."""
     return cluster_of(hardware).node.gpu

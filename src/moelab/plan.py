@@ -37,20 +37,13 @@ class PublishedDifference:
     """What differs from the published scripts of the 256-GPU study, and why.
 
     The scripts are those of the Nebius ml-cookbook, ``pytorch-dsv3-mxfp8``, published with the article of March 2026.
-
-    Attributes:
-        topic: what it is about.
-        published: what the published scripts do, and what comes of it.
-        here: what moelab does instead.
-        kind: ``fault`` of a script, or a difference of the ``stack`` since then.
-        models: models whose script it concerns.
     """
 
     topic: str
-    published: str
-    here: str
-    kind: Literal["fault", "stack"] = "fault"
-    models: tuple[str, ...] = ("16B", "671B")
+    published: str  # what the published scripts do, and what comes of it
+    here: str  # what moelab does instead
+    kind: Literal["fault", "stack"] = "fault"  # ``fault`` of a script, or a difference of the ``stack`` since then
+    models: tuple[str, ...] = ("16B", "671B")  # models whose script it concerns
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -76,23 +69,14 @@ def differences(experiment: Experiment) -> tuple[PublishedDifference, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is known of an experiment before it runs.
-
-    Attributes:
-        experiment: what a person asked for.
-        verdict: legality of the layout.
-        memory: what each pipeline rank holds; None of an illegal layout.
-        fits: whether the fullest GPU has room; None where that is not known.
-        command: what one node executes; empty for a model that cannot be trained.
-        differences: from the published scripts, for an experiment of their size.
-    """
+    """Everything that is known of an experiment before it runs."""
 
     experiment: Experiment
     verdict: LayoutCheck
-    memory: MemoryEstimate | None
-    fits: bool | None
-    command: tuple[str, ...]
-    differences: tuple[PublishedDifference, ...]
+    memory: MemoryEstimate | None  # what each pipeline rank holds; None of an illegal layout
+    fits: bool | None  # whether the fullest GPU has room; None where that is not known
+    command: tuple[str, ...]  # what one node executes; empty for a model that cannot be trained
+    differences: tuple[PublishedDifference, ...]  # from the published scripts, for an experiment of their size
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -144,10 +128,7 @@ class Plan:
 def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryConstants = memory_constants) -> Plan:
     """Plan an experiment.
 
-    Args:
-        experiment: what a person wants to run.
-        path: file that holds it as it is here, for the command; None if no file does.
-        constants: of the memory model, such as a measured load of the experts.
+    ``path`` is the file that holds it as it is here, for the command; None if no file does.
 
     Raises:
         BadInput: if its hardware profile does not exist.
@@ -172,11 +153,7 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
 
 
 def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float] | None:
-    """What a search needs to know of memory; None where the GPU is not known.
-
-    Args:
-        experiment: names the hardware; the candidates of its search are given to the function that is returned.
-    """
+    """What a search needs to know of memory; None where the GPU is not known."""
     if not _gpu_is_known(experiment):
         return None
     gpu = gpu_of(experiment.hardware)
@@ -243,9 +220,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
 def verified(planned: Plan, ranks: Sequence[int] | None = None) -> dict[str, Any]:
     """Build a legal plan with TorchTitan, without a GPU, and put the predicted memory beside each rank.
 
-    Args:
-        planned: a legal plan.
-        ranks: global ranks to build; by default the first of every pipeline rank.
+    ``ranks`` are global ones; by default the first of every pipeline rank.
 
     Raises:
         BadInput: for a rank outside of the world.

@@ -23,7 +23,7 @@ from moelab.projection.job import Job
 from moelab.projection.project import Projection, aligned, extrapolated, project, speed_text
 from moelab.projection.step import expert_s
 from moelab.projection.uncertainty import Estimate, gain_interval
-from moelab.search import MOST_TOKENS_AT_ONCE, ORDER, VARIED, Candidate, Found, Space, chosen_fields
+from moelab.search import MOST_TOKENS_AT_ONCE, ORDER, VARIED, Candidate, SearchResult, Space, chosen_fields
 
 ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU, so what nobody has measured must be clearly faster"
 BREAK_EVEN_STEP = 1.05
@@ -53,22 +53,14 @@ BETTER = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """What a setting is worth, with the best layout of either side.
-
-    Attributes:
-        name: of the technique or the field.
-        with_it: fastest projection with it; None where no legal layout has it and fits.
-        without: fastest projection without it.
-        interval: percent; both sides err by the same constants, because they are the same machine.
-        why: what it comes from, where the model can say so, or why there is no layout.
-    """
+class TechniqueGain:
+    """What a setting is worth, with the best layout of either side."""
 
     name: str
-    with_it: Projection | None
-    without: Projection
-    interval: Estimate
-    why: str = ""
+    with_it: Projection | None  # fastest projection with it; None where no legal layout has it and fits
+    without: Projection  # fastest projection without it
+    interval: Estimate  # percent; both sides err by the same constants, because they are the same machine
+    why: str = ""  # what it comes from, where the model can say so, or why there is no layout
 
     @property
     def rests_on(self) -> tuple[str, ...]:
@@ -114,35 +106,25 @@ class Worth:
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """A search by predicted speed.
-
-    Attributes:
-        experiment: that was given.
-        cluster: that it was projected to.
-        found: the search; its candidates are those that were projected, in the order of the estimate.
-        ranked: the best layouts first, each with its projection; empty where none fits.
-        gains: of the techniques, each side with its own best layout.
-        worth: of settings of the best; negative where another value is faster.
-        own_tps: tokens/s/GPU with the layout that was given; None where it is illegal or does not fit.
-    """
+    """A search by predicted speed."""
 
     experiment: Experiment
     cluster: Cluster
-    found: Found
-    ranked: tuple[Candidate, ...]
-    gains: tuple[Gain, ...]
-    worth: tuple[Worth, ...]
-    own_tps: float | None
+    result: SearchResult  # the search; its candidates are those that were projected, in the order of the estimate
+    ranked: tuple[Candidate, ...]  # the best layouts first, each with its projection; empty where none fits
+    gains: tuple[TechniqueGain, ...]  # of the techniques, each side with its own best layout
+    worth: tuple[Worth, ...]  # of settings of the best; negative where another value is faster
+    own_tps: float | None  # tokens/s/GPU with the layout that was given; None where it is illegal or does not fit
 
     @property
     def considered(self) -> int:
         """Layouts that were projected."""
-        return len(self.found.candidates)
+        return len(self.result.candidates)
 
     @property
     def place(self) -> int:
         """Of the best in the order of the estimate, from 1; 0 where none fits."""
-        return self.found.candidates.index(self.ranked[0]) + 1 if self.ranked else 0
+        return self.result.candidates.index(self.ranked[0]) + 1 if self.ranked else 0
 
     @property
     def best(self) -> Projection | None:
@@ -153,7 +135,7 @@ class Recommendation:
         """The search as one JSON object, the best first; ``name`` as in :func:`answer_lines`."""
         return {
             "answer": answer_lines(self, name),
-            **self.found.to_json(),
+            **self.result.to_json(),
             "order": [ORDER_BY_SPEED],
             "candidates": [one.to_json() for one in self.ranked],
             "gains": [gain.to_json() for gain in self.gains],
@@ -191,7 +173,7 @@ def recommend(
         BadInput: if the hardware lacks a figure that a projection needs, or a fixed field is not varied.
     """
     space = Space(experiment, cluster, fixed=fixed, global_batch=global_batch, calibration=calibration)
-    found, ranked = space.search(limit)
+    result, ranked = space.search(limit)
     best = ranked[0].projection if ranked else None
     own = None
     with suppress(Refused):
@@ -199,7 +181,7 @@ def recommend(
     return Recommendation(
         experiment=experiment,
         cluster=space.cluster,
-        found=found,
+        result=result,
         ranked=ranked,
         gains=tuple(_gains(space)) if best else (),
         worth=tuple(_worth(space, best)) if best and settings else (),
@@ -207,7 +189,7 @@ def recommend(
     )
 
 
-def _gains(space: Space) -> Iterator[Gain]:
+def _gains(space: Space) -> Iterator[TechniqueGain]:
     """Of 8-bit experts, of DeepEP and of both, over neither; nothing where no layout fits with neither."""
     if (without := space.best(**PLAIN)) is None:
         return
@@ -231,7 +213,7 @@ def _gains(space: Space) -> Iterator[Gain]:
             waits = with_it.breakdown_s["host and waiting"] / with_it.step_time_s
             if why and waits > MUCH_WAITING:
                 why += f"; the GPU waits {waits:.0%} of the step, mostly for the host: 8 bits do not shorten that"
-        yield Gain(name=name, with_it=with_it, without=without, interval=interval, why=why)
+        yield TechniqueGain(name=name, with_it=with_it, without=without, interval=interval, why=why)
 
 
 def _worth(space: Space, best: Projection) -> list[Worth]:
@@ -296,10 +278,7 @@ def better_layout(given: Projection, calibration: Calibration = CALIBRATION) -> 
 def better_text(better: Mapping[str, Projection | None], given: Mapping[str, Projection], file: str) -> str:
     """Better layouts beside those that were projected, by arm, and what the gains over the first arm then are.
 
-    Args:
-        better: of :func:`better_layout`, by arm.
-        given: what was projected, by arm.
-        file: to be named in the command that lists more.
+    Better layouts are those of :func:`better_layout`; ``file`` is named in the command that lists more.
     """
     if not any(better.values()):
         return ""
@@ -319,15 +298,15 @@ def better_text(better: Mapping[str, Projection | None], given: Mapping[str, Pro
     return "\n".join(["", *rows("", lines)])
 
 
-def search_text(found: Found) -> str:
+def search_text(result: SearchResult) -> str:
     """The layouts of a search as a table, with the order that it is in."""
-    shown = found.candidates or found.nearest
-    counts = f"{found.examined:,} layouts checked, {found.legal:,} legal"
+    shown = result.candidates or result.nearest
+    counts = f"{result.examined:,} layouts checked, {result.legal:,} legal"
     if not shown:
         return counts
     lines = _table(shown)
-    if found.candidates:
-        counts += f"; {found.too_large:,} that rank higher do not fit."
+    if result.candidates:
+        counts += f"; {result.too_large:,} that rank higher do not fit."
         why = "This hardware has no figures to predict speed from: name a profile, such as hardware=b200_x256."
         return "\n".join([*lines, "", counts, *rows("", [f"Order: {', '.join(ORDER)}. {why}"])])
     return "\n".join([f"{counts}, and none fits. The closest:", *lines])
@@ -359,43 +338,41 @@ def _table(candidates: Sequence[Candidate]) -> list[str]:
     return aligned([list(table[0]), *([str(cell) for cell in cells.values()] for cells in table)])
 
 
-def answer_lines(found: Recommendation, name: str = "") -> list[str]:
+def answer_lines(advice: Recommendation, name: str = "") -> list[str]:
     """The answer to *which layout, does it fit, how fast, and is a technique worth it*, one sentence a line.
 
-    Args:
-        found: the search.
-        name: of the model, where the experiment's own would be a list of dimensions.
+    ``name`` is the model's, where the experiment's own would be a list of dimensions.
     """
-    x = found.experiment
-    sequences = (found.best.experiment if found.best else x).global_batch
+    x = advice.experiment
+    sequences = (advice.best.experiment if advice.best else x).global_batch
     model = (
         f"{name or x.model_label}: {parameters_text(x)}; "
-        f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {found.cluster.name}, arm {x.arm}, "
+        f"{x.world_size} GPUs ({x.nodes} × {x.gpus_per_node}) of {advice.cluster.name}, arm {x.arm}, "
         f"{sequences:,} sequences of {x.seq_len:,} tokens ({tokens_text(sequences * x.seq_len)}) a step"
     )
-    if not found.best:
-        if not found.found.legal:
+    if not advice.best:
+        if not advice.result.legal:
             return ["no layout is legal", model]
-        if not found.found.nearest:
+        if not advice.result.nearest:
             why = f"EP groups begin or end inside a node, or a micro-batch exceeds {MOST_TOKENS_AT_ONCE:,} tokens"
             return [f"legal · no layout can be projected: {why}", model]
-        over = -(found.found.nearest[0].headroom_gib or 0.0)
+        over = -(advice.result.nearest[0].headroom_gib or 0.0)
         return [f"legal · no layout fits: the closest is {over:.1f} GiB short on its fullest GPU", model]
     lines = [
-        f"legal · fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {speed_text(found.best)}",
+        f"legal · fits ({advice.ranked[0].headroom_gib:.1f} GiB free) · {speed_text(advice.best)}",
         model,
-        f"best layout: {layout_words(found.best.experiment)}{_resting(found.best.rests_on)}",
+        f"best layout: {layout_words(advice.best.experiment)}{_resting(advice.best.rests_on)}",
     ]
-    seen = next((one.projection for one in found.ranked if one.projection and not one.projection.rests_on), None)
-    if found.best.rests_on and seen:
+    seen = next((one.projection for one in advice.ranked if one.projection and not one.projection.rests_on), None)
+    if advice.best.rests_on and seen:
         lines.append(f"best of what was seen: {layout_words(seen.experiment)}: {speed_text(seen)}")
-    if found.own_tps is not None and found.own_tps < found.best.tps:
-        faster = f"the best is {100 * (found.best.tps / found.own_tps - 1):.1f} % faster"
-        lines.append(f"as given: {layout_words(x)}: {found.own_tps:,.0f} tokens/s per GPU; {faster}")
-    return [*lines, *(gain_text(gain, said=found.best.rests_on) for gain in found.gains)]
+    if advice.own_tps is not None and advice.own_tps < advice.best.tps:
+        faster = f"the best is {100 * (advice.best.tps / advice.own_tps - 1):.1f} % faster"
+        lines.append(f"as given: {layout_words(x)}: {advice.own_tps:,.0f} tokens/s per GPU; {faster}")
+    return [*lines, *(gain_text(gain, said=advice.best.rests_on) for gain in advice.gains)]
 
 
-def gain_text(gain: Gain, *, said: Sequence[str] = ()) -> str:
+def gain_text(gain: TechniqueGain, *, said: Sequence[str] = ()) -> str:
     """A gain in a sentence, with what either side's best layout is and what it rests on, unless that was ``said``."""
     if gain.with_it is None:
         return f"{gain.name}: {gain.why}"
@@ -415,25 +392,27 @@ def _resting(reasons: Sequence[str], said: Sequence[str] = ()) -> str:
     return " (extrapolated *)" if reasons[0] in said else f" ({extrapolated(reasons[0])})"
 
 
-def recommendation_text(found: Recommendation, name: str = "") -> str:
+def recommendation_text(advice: Recommendation, name: str = "") -> str:
     """The answer, the layouts as a table, the best first, and what settings of the best are worth."""
-    lines = rows("", answer_lines(found, name))
-    if not found.ranked:
-        return "\n".join([*lines, "", search_text(found.found)])
-    counts = f"{found.found.examined:,} layouts checked, {found.found.legal:,} legal; {found.considered:,} projected"
-    counts += f", of which a first estimate ranked the best number {found.place:,}"
-    if found.found.left_out:
-        counts += f"; over all checkpointings it found {found.found.left_out:,} more too slow"
-    best = found.best
+    lines = rows("", answer_lines(advice, name))
+    if not advice.ranked:
+        return "\n".join([*lines, "", search_text(advice.result)])
+    counts = (
+        f"{advice.result.examined:,} layouts checked, {advice.result.legal:,} legal; {advice.considered:,} projected"
+    )
+    counts += f", of which a first estimate ranked the best number {advice.place:,}"
+    if advice.result.left_out:
+        counts += f"; over all checkpointings it found {advice.result.left_out:,} more too slow"
+    best = advice.best
     assert best is not None
     label = "Speeds are derived" + (f"; * {extrapolated(best.rests_on[0])}" if best.rests_on else "")
-    lines += ["", *_table(found.ranked), ""]
+    lines += ["", *_table(advice.ranked), ""]
     lines += [*rows("", [f"{counts}.", f"Order: {ORDER_BY_SPEED}.", f"{label}."]), *best.notes]
-    lines += ["", "other settings, each with its own best layout:"] if found.worth else []
-    return "\n".join(lines + [f"  {_changed(one, best.rests_on)}" for one in found.worth])
-
-
-def _changed(worth: Worth, said: Sequence[str]) -> str:
-    value, other = (getattr(one, "value", one) for one in (worth.value, worth.other))
-    change = 100 * (worth.other_tps / worth.tps - 1)
-    return f"{worth.field} {other} instead of {value}: {change:+.1f} %{_resting(worth.rests_on, said)}"
+    lines += ["", "other settings, each with its own best layout:"] if advice.worth else []
+    for one in advice.worth:
+        value, other = (getattr(setting, "value", setting) for setting in (one.value, one.other))
+        change = 100 * (one.other_tps / one.tps - 1)
+        lines.append(
+            f"  {one.field} {other} instead of {value}: {change:+.1f} %{_resting(one.rests_on, best.rests_on)}"
+        )
+    return "\n".join(lines)

@@ -70,21 +70,14 @@ Headroom = Callable[[Experiment, Layout], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One legal layout.
-
-    Attributes:
-        experiment: what was searched for, with this layout.
-        bubble_fraction: share of a step in which a pipeline rank waits, from the schedule alone.
-        ep_nodes: nodes that a group of expert-parallel ranks spans.
-        headroom_gib: memory left on the fullest GPU, negative if it does not fit; None if it was not estimated.
-        projection: of its speed; None if it was not made.
-    """
+    """One legal layout."""
 
     experiment: Experiment
     bubble_fraction: float
-    ep_nodes: int
+    ep_nodes: int  # nodes that a group of expert-parallel ranks spans
     headroom_gib: float | None = None
-    projection: Projection | None = None
+    """Memory left on the fullest GPU, negative if it does not fit; None if it was not estimated."""
+    projection: Projection | None = None  # of its speed; None if it was not made
 
     @property
     def fits(self) -> bool | None:
@@ -109,24 +102,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a search came back with.
+class SearchResult:
+    """What a search came back with."""
 
-    Attributes:
-        candidates: legal layouts that fit, best first.
-        nearest: if none fits, the legal ones that exceed the memory least.
-        examined: layouts that were judged.
-        legal: how many of them are legal.
-        too_large: legal ones, better by all but memory, that do not fit.
-        left_out: legal ones that were not looked at, because enough better ones fit.
-    """
-
-    candidates: tuple[Candidate, ...]
-    nearest: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]  # legal layouts that fit, best first
+    nearest: tuple[Candidate, ...]  # if none fits, the legal ones that exceed the memory least
     examined: int
     legal: int
-    too_large: int
-    left_out: int = 0
+    too_large: int  # legal ones, better by all but memory, that do not fit
+    left_out: int = 0  # legal ones that were not looked at, because enough better ones fit
 
     def to_json(self) -> dict[str, Any]:
         """The layouts as one JSON object."""
@@ -154,7 +138,7 @@ def search(
     limit: int = 10,
     headroom_gib: Headroom | None = None,
     global_batch: int | None = None,
-) -> Found:
+) -> SearchResult:
     """The best legal layouts that fit.
 
     Args:
@@ -169,8 +153,8 @@ def search(
         BadInput: if a fixed field is not one that a search varies.
 
     Example:
-        >>> found = search(Experiment(model="debug", gpus_per_node=4), limit=1)
-        >>> best = found.candidates[0].experiment
+        >>> debug = search(Experiment(model="debug", gpus_per_node=4), limit=1)
+        >>> best = debug.candidates[0].experiment
         >>> best.pp, best.dp_replicate, best.dp_shard, best.tp, best.ep
         (1, 1, 4, 1, 1)
     """
@@ -185,7 +169,7 @@ def search(
         if len(fitting) == limit:
             break
     nearest = [] if fitting else sorted(too_large, key=lambda one: -(one.headroom_gib or 0.0))[:limit]
-    return Found(
+    return SearchResult(
         candidates=tuple(fitting),
         nearest=tuple(nearest),
         examined=examined,
@@ -414,27 +398,25 @@ class Space:
                     self._layouts.append(one)
         self._layouts.sort()
 
-    def search(self, limit: int) -> tuple[Found, tuple[Candidate, ...]]:
+    def search(self, limit: int) -> tuple[SearchResult, tuple[Candidate, ...]]:
         """All that was projected for the experiment as it is, and the best; what is asked later keeps CP and replicas.
 
         That is, it has those of one of these best: other degrees have been looked at and were slower.
         """
-        found = self.fastest(limit)
-        ranked = tuple(sorted(found.candidates, key=_low_end, reverse=True)[:limit])
+        result = self.fastest(limit)
+        ranked = tuple(sorted(result.candidates, key=_low_end, reverse=True)[:limit])
         if ranked:
             self._known[()] = ranked[0].projection
             near = {(one.experiment.cp, one.experiment.dp_replicate) for one in ranked}
             self._layouts = [one for one in self._layouts if (one.cp, one.dp_replicate) in near]
-        return found, ranked
+        return result, ranked
 
-    def fastest(self, limit: int = 1, **changes: Any) -> Found:
+    def fastest(self, limit: int = 1, **changes: Any) -> SearchResult:
         """Layouts that fit, with their projections: all that can be among the ``limit`` best, up to some hundreds.
 
         A layout is not projected any more once its estimate, which is less than the step takes, is too slow.
 
-        Args:
-            limit: how many of the best are wanted.
-            changes: fields of the experiment that have another value, those of the layout among them.
+        ``changes`` are fields of the experiment that have another value, those of the layout among them.
         """
         of_layout = {field: value for field, value in changes.items() if field in VARIED}
         settings = {field: value for field, value in changes.items() if field not in of_layout}
@@ -472,7 +454,7 @@ class Space:
             fitting.append(one.candidate(projection.experiment, left, projection))
             insort(lows, projection.interval[0])
         closest = sorted(nearest.values(), key=lambda entry: -entry[0])[:limit] if not fitting else ()
-        return Found(
+        return SearchResult(
             candidates=tuple(fitting),
             nearest=tuple(one.candidate(one.of(variant.given).experiment, left) for left, one, variant in closest),
             examined=self._examined,
@@ -559,10 +541,8 @@ def _by_estimate(
 ) -> Iterator[tuple[float, _Legal, _Variant]]:
     """Every layout with each checkpointing by its seconds for each token, priced as late as ``least`` allows.
 
-    Args:
-        variants: the checkpointings.
-        least: is never slower than one of them.
-        layouts: in the stated order, in which those that are priced alike wait ever longer.
+    ``least`` is never slower than one of the ``variants``; ``layouts`` are in the stated order, in which those that are
+    priced alike wait ever longer.
     """
     alike: defaultdict[tuple[Any, ...], list[_Legal]] = defaultdict(list)
     for one in layouts:

@@ -50,10 +50,7 @@ class Point:
 def cluster_like(gpu: str, *, nodes: int, network_gb_s: float | None = None) -> Cluster:
     """A cluster of a kind of GPU with another size and another network.
 
-    Args:
-        gpu: a name of :data:`PROFILES`.
-        nodes: how many hosts.
-        network_gb_s: of each GPU's network card each way, GB/s; None keeps the profile's.
+    ``gpu`` is a name of :data:`PROFILES`; ``network_gb_s`` that of each GPU's card each way, GB/s, None the profile's.
 
     Raises:
         BadInput: for an unknown GPU or an impossible figure.
@@ -82,11 +79,7 @@ def by_network(
 ) -> list[Point]:
     """The two-by-two against the network of each GPU, layout and size as they are.
 
-    Args:
-        experiment: what would run.
-        gpu: a name of :data:`PROFILES`.
-        network_gb_s: bandwidths each way of one GPU's card, GB/s.
-        calibration: constants of the model.
+    ``gpu`` is a name of :data:`PROFILES`; ``network_gb_s`` are bandwidths each way of one GPU's card, GB/s.
 
     Raises:
         Refused: if an arm is illegal or does not fit.
@@ -103,10 +96,6 @@ def gains_by_network(
     points: Sequence[Point], *, calibration: Calibration = CALIBRATION
 ) -> dict[str, dict[float, Estimate]]:
     """Percent that each arm of :func:`by_network` is faster than the first, BF16 with the standard all-to-all.
-
-    Args:
-        points: of :func:`by_network`.
-        calibration: constants with which they were projected.
 
     Returns:
         By arm, then by bandwidth, a gain with its 90 % interval.
@@ -129,13 +118,7 @@ def gains_by_network(
 
 
 def by_gpus(experiment: Experiment, gpus: Sequence[int], *, calibration: Calibration = CALIBRATION) -> list[Point]:
-    """The fastest layout on each number of GPUs of each kind, at the experiment's sequences a step.
-
-    Args:
-        experiment: model, arm and batch.
-        gpus: how many.
-        calibration: constants of the model.
-    """
+    """The fastest layout on each number of GPUs of each kind, at the experiment's sequences a step."""
     points = []
     for kind, count in product(PROFILES, gpus):
         best = max(_fitting(experiment, kind, count, calibration), key=lambda one: one.tps, default=None)

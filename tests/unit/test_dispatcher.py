@@ -57,6 +57,8 @@ CASES = {
     "an expert with one token": Case(routing="one token", alignment=16),
     "alignment of native MXFP8": Case(alignment=128, top_k=4),
     "as many experts as ranks": Case(experts=2, top_k=2, alignment=32),
+    "without a host sync": Case(host_sync=False, alignment=16),
+    "without a host sync, all tokens on one rank": Case(host_sync=False, routing="one rank", alignment=32),
     "a whole group of padding on every rank": Case(routing="one token", top_k=1, alignment=128),
 }
 
@@ -113,19 +115,22 @@ def test_padding_is_never_read(ranks: Ranks, alignment: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("routing", "deepep", "mxfp8", "precision", "wgrad"),
+    ("routing", "deepep", "mxfp8", "precision", "wgrad", "host_sync"),
     [
-        ("one token", True, False, "bf16", "bf16"),
-        ("one token", True, False, "fp8", "bf16"),
-        ("one rank", True, True, "bf16", "mxfp8"),  # a rank receives nothing at all
-        ("one rank", True, True, "mxfp8", "bf16"),
-        ("one token", False, True, "mxfp8", "bf16"),
+        ("one token", True, False, "bf16", "bf16", True),
+        ("one token", True, False, "fp8", "bf16", True),
+        ("one rank", True, True, "bf16", "mxfp8", True),  # a rank receives nothing at all
+        ("one rank", True, True, "mxfp8", "bf16", True),
+        ("one token", False, True, "mxfp8", "bf16", True),
+        ("random", True, False, "bf16", "bf16", False),
+        ("random", True, False, "fp8", "bf16", False),
+        ("one token", True, True, "mxfp8", "bf16", False),
     ],
 )
 def test_compiled_as_a_full_graph_it_computes_the_same(
-    ranks: Ranks, routing: str, deepep: bool, mxfp8: bool, precision: str, wgrad: str
+    ranks: Ranks, routing: str, deepep: bool, mxfp8: bool, precision: str, wgrad: str, host_sync: bool
 ) -> None:
-    case = Case(routing=routing, alignment=32)
+    case = Case(routing=routing, alignment=32, host_sync=host_sync)
     for answer in ranks.ask(run.compiled_and_eager, case, deepep, mxfp8, precision, wgrad):
         assert max(answer.values()) < BF16_ULP, answer
 

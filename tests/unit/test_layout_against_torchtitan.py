@@ -184,6 +184,7 @@ SHOWN = {
     "region": Experiment(model="671B", nodes=32, gpus_per_node=8, pp=16, ep=32, local_batch=16, seq_len=4096),
     "experts": Experiment(**ON_96, dp_shard=96, ep=48),
     "uneven shards": Experiment(**ON_96, ep=32),
+    "uneven shards of replicas": Experiment(model="nano", gpus_per_node=12, ep=1, dp_replicate=2),
     "mask blocks": Experiment(model="debug", gpus_per_node=4, cp=4, ep=1, seq_len=256),
     "chunks of the loss": Experiment(model="nano", seq_len=132),
     "stages that never run": Experiment(**NANO_PIPELINE, pp_stages_per_rank=2),
@@ -204,7 +205,8 @@ SHOWN = {
 @pytest.fixture(scope="module")
 def titan() -> Answers:
     """TorchTitan's verdicts, asked once for all tests."""
-    shown = {"configure": SHOWN, "mesh": ("region", "uneven shards"), "shard": ("experts", "uneven shards")}
+    uneven = ("uneven shards", "uneven shards of replicas")
+    shown = {"configure": SHOWN, "mesh": ("region", "uneven shards"), "shard": ("experts", *uneven)}
     return ask({depth: [*RANDOM[depth], *(SHOWN[name] for name in shown[depth])] for depth in RANDOM})
 
 
@@ -253,6 +255,7 @@ def test_unnoticed_uneven_shards(titan: Answers) -> None:
     assert titan["mesh"][SHOWN["uneven shards"]] is None
     expected = "FSDP does not support uneven sharding on dim 1: torch.Size([2, 1408, 2048]) (world size: 3)"
     assert expected in str(titan["shard"][SHOWN["uneven shards"]])
+    assert "FSDP does not support uneven sharding on dim 1" in str(titan["shard"][SHOWN["uneven shards of replicas"]])
 
 
 def test_unnoticed_mask_blocks() -> None:

@@ -125,7 +125,7 @@ def test_a_file_describes_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (gpu.capability, gpu.bf16_tflops) == (10.0, gpu_of("b200_node").bf16_tflops)
     assert [(float(one), one.source) for one in (gpu.memory_gib, nic) if one] == [(170, "my bill"), (25, "my bill")]
     monkeypatch.chdir(tmp_path)  # on the command line a path is the shell's
-    assert read_experiment(tmp_path / "e.yaml", ["hardware=machines/mine.yaml"]) == experiment
+    assert read_study(tmp_path / "e.yaml", ["hardware=machines/mine.yaml"]).experiments == (experiment,)
 
 
 def test_a_record_needs_no_other_file(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_missing_file_and_an_unknown_gpu_are_named(tmp_path: Path) -> None:
     assert cluster_of(own.hardware).node.gpu.name == "X9"
     assert nvlink_ranks(own) == own.gpus_per_node
     with pytest.raises(BadInput, match=r"other\.yaml cannot be read: No such file"):
-        read_experiment(file, ["hardware=other.yaml"])
+        read_study(file, ["hardware=other.yaml"])
 
 
 def test_the_stored_form_names_its_fields(tmp_path: Path) -> None:

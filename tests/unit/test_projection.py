@@ -375,7 +375,7 @@ def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     lows = sorted((project(one.experiment).interval[0] for one in everything), reverse=True)
     found = recommend(experiment, limit=10, settings=False)
     assert found.considered < CONSIDERED < len(lows)
-    assert {one.experiment.activation_checkpoint for one in found.found.candidates} == set(POLICIES)
+    assert {one.experiment.activation_checkpoint for one in found.result.candidates} == set(POLICIES)
     assert [one.projection.interval[0] for one in found.ranked] == pytest.approx(lows[:10])
 
 

@@ -34,7 +34,6 @@ from moelab.projection.routing import (
     distinct_destinations,
     draw_expert_ids,
     expected_destinations,
-    mean_destinations,
     routing_of_load,
     zipf_weights,
 )
@@ -111,8 +110,8 @@ def test_formulas_are_the_means_over_all_choices(
     every = subsets_of_kept_groups(experts, top_k, groups, limited)
     found = expected_destinations(routing, placement)
     assert found.label == "derived"
-    assert found.ranks == pytest.approx(mean_destinations(every, placement.experts_per_rank), rel=1e-12)
-    assert found.nodes == pytest.approx(mean_destinations(every, placement.experts_per_node), rel=1e-12)
+    assert found.ranks == pytest.approx(distinct_destinations(every, placement.experts_per_rank).mean(), rel=1e-12)
+    assert found.nodes == pytest.approx(distinct_destinations(every, placement.experts_per_node).mean(), rel=1e-12)
     if groups == limited:
         uniform = expected_destinations(UNIFORM, placement)
         assert (uniform.ranks, uniform.nodes) == pytest.approx((found.ranks, found.nodes), rel=1e-12)
@@ -124,7 +123,7 @@ def test_groups_that_cut_across_ranks_are_simulated() -> None:
     found = expected_destinations(routing, placement)
     assert found.label == "simulated"
     every = subsets_of_kept_groups(12, 2, 2, 1)
-    assert found.ranks == pytest.approx(mean_destinations(every, 4), abs=0.02)
+    assert found.ranks == pytest.approx(distinct_destinations(every, 4).mean(), abs=0.02)
 
 
 def test_skewed_routing_draws_without_replacement() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ def read_yaml(name: str) -> Any:
     text = (resources.files(__name__) / name).read_text()
     # Read where a module is imported; libyaml, which is a SafeLoader too, takes a tenth of the time.
     return yaml.load(text, Loader=yaml.CSafeLoader)
+
+
+def read_json(name: str) -> dict[str, Any]:
+    """Content of a JSON file of this folder: a measurement, or what ``benchmarks.validation`` wrote."""
+    content: dict[str, Any] = json.loads((resources.files(__name__) / name).read_text())
+    return content
 
 
 def shipped(folder: str) -> Path:

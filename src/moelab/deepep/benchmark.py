@@ -226,10 +226,10 @@ class Layer:
     ) -> None:
         from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-        layer = {"num_experts": size.experts, "top_k": size.top_k}
+        layer: dict[str, Any] = {"num_experts": size.experts, "top_k": size.top_k}
         config: Any = AllToAllTokenDispatcher.Config(**layer)
         if arm.backend == "deepep":
-            room = {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens}
+            room: dict[str, Any] = {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens}
             config = PaddedDispatcher.Config(
                 **layer, **room, alignment=ALIGNMENT, kernels=kernels, num_sms=arm.sms, precision=arm.precision
             )

@@ -6,7 +6,8 @@ GPUs. It has only the *expanding* layout, the one that moelab uses, as DeepEP 2.
 
 - a token crosses to a rank once, however many of its experts live there;
 - the rows of a local expert lie together and start at a multiple of ``expert_alignment``; what fills the gap is zero if
-  ``do_zero_padding`` and *undefined* otherwise, which here means NaN, so that nothing can come to rely on it;
+  ``do_zero_padding`` and *undefined* otherwise, which here means NaN, so that nothing can come to rely on it; so are
+  the rows after the last group where ``do_cpu_sync`` is off, and there is room for the most that could arrive;
 - ``combine`` adds the rows of a token on each rank first, then across ranks, in FP32, rounding to BF16 after each.
 
 Where DeepEP leaves the order of the rows of an expert open, this is one legal order: by source rank, then by token.
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 
 # Shape suffixes: T tokens of this rank, K experts of a token, U tokens received (once each), R rows (one for each
@@ -60,6 +62,7 @@ class StandInBuffer:
         handle: Any = None,
         do_expand: bool = False,
         do_zero_padding: bool = False,
+        do_cpu_sync: bool = True,
         **_: Any,
     ) -> tuple[Any, None, torch.Tensor | None, Any, None]:
         """Send each token to the ranks of its experts; arguments as DeepEP's, layout as the module describes it.
@@ -86,14 +89,23 @@ class StandInBuffer:
         ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
             handle = self._handle(topk_idx, ids_UK, arrive, received_W, num_experts, expert_alignment, capacity)
-        # After where the token came from: its row at each of its experts, -1 for those elsewhere.
-        slots_UK = handle.recv_src_metadata[:, 2:].long()
+            if not do_cpu_sync:  # room for the most there can be, of which nothing is said
+                tokens = self.ranks * capacity
+                handle.num_expanded_tokens = most_rows(tokens, topk_idx.shape[1], local, expert_alignment)
+                unused = (0, 0, 0, tokens - len(handle.recv_src_metadata))
+                handle.recv_src_metadata = F.pad(handle.recv_src_metadata, unused, value=2**30)
+        slots_UK = _slots(handle)
+        groups_end = -(-int(handle.psum_num_recv_tokens_per_expert[-1]) // expert_alignment) * expert_alignment
+
+        def empty_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            rows = torch.empty((handle.num_expanded_tokens, *shape), dtype=dtype, device=topk_idx.device)
+            _as_bytes(rows).fill_(0xFF)  # a NaN in BF16, in E4M3 and in FP32
+            if do_zero_padding:
+                _as_bytes(rows)[:groups_end] = 0
+            return rows
 
         def expand(values_T: torch.Tensor) -> torch.Tensor:
-            rows = values_T.new_empty((handle.num_expanded_tokens, *values_T.shape[1:])).view(torch.uint8)
-            # Bytes of 0xFF are a NaN in BF16, in E4M3 and in FP32.
-            rows.fill_(0 if do_zero_padding else 0xFF)
-            rows = rows.view(values_T.dtype)
+            rows = empty_rows(*values_T.shape[1:], dtype=values_T.dtype)
             taken, lane = torch.nonzero(slots_UK >= 0, as_tuple=True)
             _as_bytes(rows)[slots_UK[taken, lane]] = _as_bytes(arrive(values_T))[taken]
             return rows
@@ -102,7 +114,7 @@ class StandInBuffer:
         weights_R = None
         if topk_weights is not None:
             weights_UK = arrive(topk_weights)
-            weights_R = weights_UK.new_full((handle.num_expanded_tokens,), 0.0 if do_zero_padding else float("nan"))
+            weights_R = empty_rows(dtype=weights_UK.dtype)
             weights_R[slots_UK[slots_UK >= 0]] = weights_UK[slots_UK >= 0]
         rows = expand(data) if scales is None else (expand(data), expand(scales))
         return rows, None, weights_R, handle, None
@@ -118,7 +130,7 @@ class StandInBuffer:
         local = handle.num_experts // self.ranks
         sent_TW = self._destinations(handle.topk_idx, local)
         received_W = torch.diff(handle.psum_num_recv_tokens_per_scaleup_rank, prepend=sent_TW.new_zeros(1))
-        slots_UK = handle.recv_src_metadata[:, 2:].long()
+        slots_UK = _slots(handle)
         present_UK = slots_UK >= 0
         # First the rows of a token on this rank, rounded to BF16, then those of its ranks: DeepEP rounds twice, too.
         sums_UD = torch.zeros((slots_UK.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
@@ -174,6 +186,18 @@ class StandInBuffer:
             token_metadata_at_forward=None,
             channel_linked_list=None,
         )
+
+
+def most_rows(tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
+    """Rows for which DeepEP makes room without a host sync: all ``tokens`` of all ranks at as many experts as fit."""
+    rows = tokens * min(top_k, local_experts) + (alignment - 1) * local_experts
+    return (rows + alignment - 1) // alignment * alignment
+
+
+def _slots(handle: Any) -> torch.Tensor:
+    """Row of each received token at each of its experts, int64 ``(U, K)``; -1 for experts elsewhere."""
+    received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+    return handle.recv_src_metadata[:received, 2:].long()
 
 
 class _Way:

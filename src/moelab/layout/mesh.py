@@ -19,20 +19,14 @@ UNKNOWN_SM = -1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """A candidate and what the rules look at beside its fields; cheap to make: a search makes one for each layout.
-
-    Attributes:
-        experiment: the candidate.
-        shape: dimensions of its model.
-        capability: CUDA capability of the GPU (10.0 for SM100), 0 without one, ``UNKNOWN_SM`` of a GPU that does not
-            say; None where it is not known which GPU it will be.
-        gpu_in_words: which GPU that is, or that there is none.
-    """
+    """A candidate and what the rules look at beside its fields; cheap to make: a search makes one for each layout."""
 
     experiment: Experiment
     shape: ModelShape
     capability: float | None
-    gpu_in_words: str
+    """CUDA capability of the GPU (10.0 for SM100), 0 without one, ``UNKNOWN_SM`` of a GPU that does not say; None
+    where it is not known which GPU it will be."""
+    gpu_in_words: str  # which GPU that is, or that there is none
 
     @property
     def outer(self) -> int:
@@ -90,9 +84,7 @@ class Facts:
 def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
     """Consecutive ranks of an experiment that NVLink joins, by its hardware.
 
-    Args:
-        experiment: gives nodes, GPUs of each, and the hardware.
-        ep: another expert-parallel degree than the experiment's.
+    ``ep`` is another expert-parallel degree than the experiment's.
     """
     return cluster_of(experiment.hardware).node.nvlink_ranks(
         nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep
@@ -102,9 +94,7 @@ def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
 def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
     """Facts of an experiment.
 
-    Args:
-        experiment: what a person wants to run.
-        gpu: of this machine, of capability 0 where it has none; None for that of the experiment's hardware.
+    ``gpu`` is this machine's, of capability 0 where it has none; None means that of the experiment's hardware.
 
     Raises:
         BadInput: if its hardware profile does not exist.
@@ -124,22 +114,7 @@ def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of parallelism with nothing left to resolve, and the pipeline's stages.
-
-    Attributes:
-        world_size: ranks.
-        pp: pipeline-parallel degree.
-        dp_replicate: data-parallel degree over which parameters are replicated.
-        dp_shard: data-parallel degree over which parameters are sharded.
-        cp: context-parallel degree.
-        tp: tensor-parallel degree.
-        ep: expert-parallel degree.
-        efsdp: ranks that shard the experts of one expert-parallel rank, ``dp_shard * cp * tp / ep``.
-        stages: names of the modules of each (virtual) stage, in stage order.
-        stages_of_rank: numbers of the stages that each pipeline rank holds.
-        microbatches: micro-batches of a step on each rank; 1 without a pipeline, unless gradients are accumulated.
-        microbatch_size: sequences of one micro-batch.
-    """
+    """Degrees of parallelism with nothing left to resolve, and the pipeline's stages."""
 
     world_size: int
     pp: int
@@ -148,11 +123,11 @@ class Layout:
     cp: int
     tp: int
     ep: int
-    efsdp: int
-    stages: tuple[tuple[str, ...], ...]
-    stages_of_rank: tuple[tuple[int, ...], ...]
-    microbatches: int
-    microbatch_size: int
+    efsdp: int  # ranks that shard the experts of one expert-parallel rank, ``dp_shard * cp * tp / ep``
+    stages: tuple[tuple[str, ...], ...]  # names of the modules of each (virtual) stage, in stage order
+    stages_of_rank: tuple[tuple[int, ...], ...]  # numbers of the stages that each pipeline rank holds
+    microbatches: int  # micro-batches of a step on each rank; 1 without a pipeline, unless gradients are accumulated
+    microbatch_size: int  # sequences of one micro-batch
 
     @property
     def stages_per_rank(self) -> int:
@@ -204,21 +179,13 @@ dense weights and for experts. The last axis is the innermost: its ranks are nei
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that one rank talks to for one purpose, itself included.
+    """The ranks that one rank talks to for one purpose, itself included."""
 
-    Attributes:
-        name: as people say it, such as ``EP``.
-        axes: of the mesh, folded into one.
-        carries: what travels, and when.
-        ranks: global ranks, in order.
-        nodes: that these ranks are on, in order.
-    """
-
-    name: str
-    axes: tuple[str, ...]
-    carries: str
+    name: str  # as people say it, such as ``EP``
+    axes: tuple[str, ...]  # of the mesh, folded into one
+    carries: str  # what travels, and when
     ranks: tuple[int, ...]
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # that these ranks are on, in order
 
     @property
     def degree(self) -> int:
@@ -238,13 +205,7 @@ _PURPOSES = (
 
 
 def groups_of(layout: Layout, rank: int, *, gpus_per_node: int) -> tuple[Group, ...]:
-    """Groups of more than one rank that a rank belongs to, the most talkative first.
-
-    Args:
-        layout: resolved degrees.
-        rank: global rank, below ``layout.world_size``.
-        gpus_per_node: consecutive ranks that share a node.
-    """
+    """Groups of more than one rank that a rank belongs to, the most talkative first."""
     groups = []
     for name, axes, carries in _PURPOSES:
         # Without expert parallelism there is no expert mesh: FSDP shards experts with everything else.

@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from itertools import chain
-from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
@@ -58,14 +57,12 @@ ROPE_TOKENS = {"nano": 4096, "debug": 16384, "16B": 16384, "671B": 16384}
 """Tokens that the rotary embedding of each model reaches: ``max_seq_len`` of its ``RoPE.Config``."""
 PADS = (EPBackend.STANDARD, EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 """Dispatchers that pad each expert's tokens."""
-SENDS: Mapping[EPBackend, tuple[str, ...]] = MappingProxyType(
-    {
-        EPBackend.STANDARD: ("bf16", "mxfp8"),
-        EPBackend.DEEPEP: ("bf16", "mxfp8", "fp8"),
-        EPBackend.HYBRIDEP: ("bf16",),
-        EPBackend.MINIMAL_ASYNC_EP: ("bf16",),
-    }
-)
+SENDS: Mapping[EPBackend, tuple[str, ...]] = {
+    EPBackend.STANDARD: ("bf16", "mxfp8"),
+    EPBackend.DEEPEP: ("bf16", "mxfp8", "fp8"),
+    EPBackend.HYBRIDEP: ("bf16",),
+    EPBackend.MINIMAL_ASYNC_EP: ("bf16",),
+}
 """Formats in which tokens can travel; values of ``dispatch_precision``."""
 COMBINE_FEATURES = 256
 """DeepEP combines tokens of a multiple of this many BF16 features."""
@@ -80,21 +77,14 @@ LOSS_CHUNKS = 8
 
 
 class Fault(NamedTuple):
-    """A rule that a candidate breaks.
-
-    Attributes:
-        rule: its short name, for tests and tables.
-        factor: field of the experiment that is named as the one at fault; what else could change is in ``words``.
-        words: what is wrong, without the factor and without the choices.
-        shapes_layout: whether no layout can be resolved where the rule is broken.
-        offers_choices: whether the values of ``factor`` that would do are listed; the others say it in ``words``.
-    """
+    """A rule that a candidate breaks."""
 
     rule: str
-    factor: str
-    words: str
-    shapes_layout: bool = False
+    factor: str  # field of the experiment that is named as the one at fault; what else could change is in ``words``
+    words: str  # what is wrong, without the factor and without the choices
+    shapes_layout: bool = False  # whether no layout can be resolved where the rule is broken
     offers_choices: bool = True
+    """Whether the values of ``factor`` that would do are listed; the others say it in ``words``."""
 
     def reason(self, facts: Facts) -> str:
         """The fault as a sentence: the factor, what was given, what is wrong, and the legal choices."""
@@ -439,17 +429,12 @@ def _gpu(facts: Facts) -> Iterator[Fault]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCheck:
-    """The verdict on an experiment.
-
-    Attributes:
-        reasons: why it is not legal, every one; empty if it is. Each begins with the field at fault and what was given.
-        notes: what a person should know of a legal one too, such as padding that is raised.
-        layout: None if it cannot be resolved.
-    """
+    """The verdict on an experiment."""
 
     reasons: tuple[str, ...]
-    notes: tuple[str, ...]
-    layout: Layout | None
+    """Why it is not legal, every one; empty if it is. Each begins with the field at fault and what was given."""
+    notes: tuple[str, ...]  # what a person should know of a legal one too, such as padding that is raised
+    layout: Layout | None  # None if it cannot be resolved
 
     @property
     def legal(self) -> bool:
@@ -460,9 +445,7 @@ class LayoutCheck:
 def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
     """Judge an experiment.
 
-    Args:
-        experiment: what a person wants to run, on any number of nodes.
-        gpu: judge for this machine's GPU (of capability 0 for none), and not for that of the experiment's hardware.
+    With a ``gpu``, of this machine and of capability 0 for none, it is judged for that, and not for its hardware's.
 
     Returns:
         The verdict. It says nothing about memory.

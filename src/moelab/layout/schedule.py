@@ -32,23 +32,14 @@ HELD_ROUNDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One pipeline schedule.
-
-    Attributes:
-        name: as TorchTitan spells it.
-        stages_per_rank: 1, or 2 for a schedule of several stages, of which a ``loop`` takes more.
-        style: ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r).
-        splits_backward: whether dgrad and wgrad are separate steps (zero-bubble schedules).
-        least_microbatches: micro-batches that a number of stages needs.
-        whole_rounds: whether micro-batches must divide into rounds of about ``pp``.
-    """
+    """One pipeline schedule."""
 
     name: str
-    stages_per_rank: int
-    style: str = "loop"
-    splits_backward: bool = False
-    least_microbatches: Callable[[int], int] = lambda _stages: 1
-    whole_rounds: bool = False
+    stages_per_rank: int  # 1, or 2 for a schedule of several stages, of which a ``loop`` takes more
+    style: str = "loop"  # ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r)
+    splits_backward: bool = False  # whether dgrad and wgrad are separate steps (zero-bubble schedules)
+    least_microbatches: Callable[[int], int] = lambda _stages: 1  # micro-batches that a number of stages needs
+    whole_rounds: bool = False  # whether micro-batches must divide into rounds of about ``pp``
 
     def takes(self, microbatches: int, pp: int) -> bool:
         """Whether the schedule can run this many micro-batches on ``pp`` ranks."""
@@ -95,10 +86,6 @@ def split_layers(n_layers: int, n_stages: int) -> tuple[tuple[str, ...], ...]:
     The first ``effective % n_stages`` stages get one effective layer more. A first or last stage may have no layer at
     all, only the embedding or the output.
 
-    Args:
-        n_layers: transformer layers of the model.
-        n_stages: stages in total, at most the effective layers.
-
     >>> split_layers(3, 2)
     (('tok_embeddings', 'layers.0', 'layers.1'), ('layers.2', 'norm', 'lm_head'))
     """
@@ -121,10 +108,7 @@ def split_layers(n_layers: int, n_stages: int) -> tuple[tuple[str, ...], ...]:
 def stages_of_rank(schedule: Schedule, pp: int, turns: int = 0) -> tuple[tuple[int, ...], ...]:
     """Numbers of the stages that each of ``pp`` ranks holds.
 
-    Args:
-        schedule: which one.
-        pp: pipeline ranks.
-        turns: stages of a rank; 0 for the schedule's own. A loop of several stages may have more than two.
+    ``turns`` are stages of a rank; 0 for the schedule's own. A loop of several stages may have more than two.
 
     >>> stages_of_rank(SCHEDULES["ZBVZeroBubble"], 2)
     ((0, 3), (1, 2))
@@ -158,12 +142,6 @@ def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0)
     """What each of ``pp`` ranks computes, in order, as torch 2.14 runs it.
 
     A forward that DualPipeV overlaps with a backward comes before it.
-
-    Args:
-        schedule: a name of :data:`SCHEDULES`.
-        pp: pipeline ranks.
-        microbatches: of a step.
-        turns: see :func:`stages_of_rank`.
 
     Raises:
         ValueError: if the schedule cannot run this many micro-batches.
@@ -305,13 +283,6 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
 
     They live from the forward step to the end of the backward step, or of the wgrad step where the two are apart.
 
-    Args:
-        schedule: a name of :data:`SCHEDULES`.
-        pp: pipeline ranks.
-        microbatches: of a step.
-        rank: pipeline rank.
-        turns: see :func:`stages_of_rank`.
-
     Returns:
         One tuple for each moment that may be the fullest, depending on how large the stages are.
 
@@ -395,12 +366,7 @@ def simulate(
     After its first rounds a pipeline repeats itself, so of many micro-batches a part is played and the rest is added
     at the rate of the last rounds.
 
-    Args:
-        schedule: a name of :data:`SCHEDULES`.
-        durations: of each stage.
-        pp: pipeline ranks.
-        microbatches: of a step.
-        message_s: seconds between the end of a stage and the beginning of the next.
+    ``message_s`` are seconds between the end of a stage and the beginning of the next.
 
     Example:
         >>> simulate("1F1B", (Durations(1.0, 1.0, 1.0),) * 2, pp=2, microbatches=4).makespan_s
@@ -434,12 +400,6 @@ def timeline(
     schedule: str, durations: Sequence[Durations], *, pp: int, microbatches: int
 ) -> tuple[tuple[Block, ...], ...]:
     """When each of ``pp`` ranks computes what, if nothing but the order makes it wait.
-
-    Args:
-        schedule: a name of :data:`SCHEDULES`.
-        durations: of each stage, in any unit.
-        pp: pipeline ranks.
-        microbatches: of a step.
 
     Example:
         >>> timeline("GPipe", [Durations(1, 1, 1)] * 2, pp=2, microbatches=1)[0]

@@ -29,36 +29,23 @@ BF16, FP32, INT32, INT64 = 2, 4, 4, 8
 
 @dataclass(frozen=True)
 class Work:
-    """How much of each tensor one rank has in one micro-batch.
+    """How much of each tensor one rank has in one micro-batch."""
 
-    Attributes:
-        tokens: of the micro-batch on this rank's data-parallel and context-parallel coordinate.
-        tp: tensor-parallel degree; with more than 1, TorchTitan shards the residual stream along the sequence.
-        cp: context-parallel degree; keys and values are gathered over it.
-        ep: expert-parallel degree.
-        imbalance: received rows relative to perfect balance.
-        scaling_bytes: of each element of the experts' outputs when they are scaled by their scores: TorchTitan's own
-            dispatchers do it in FP32, the others in BF16, and a compiled layer keeps BF16.
-        pad_multiple: rows to a multiple of which each expert's group is padded.
-        backend: the dispatcher.
-        row_bytes: of each feature of a row as it arrives, its share of the scales included; less than 2 with quantised
-            dispatch.
-        one_pass_experts: whether an expert's three products are one function, moelab's of 8 bits.
-        scaled_products: whether experts multiply in 8 bits, by an operator of which selective checkpointing keeps every
-            product.
-    """
-
-    tokens: int
-    tp: int = 1
-    cp: int = 1
+    tokens: int  # of the micro-batch on this rank's data-parallel and context-parallel coordinate
+    tp: int = 1  # tensor-parallel degree; with more than 1, TorchTitan shards the residual stream along the sequence
+    cp: int = 1  # context-parallel degree; keys and values are gathered over it
     ep: int = 1
-    imbalance: float = 1.0
+    imbalance: float = 1.0  # received rows relative to perfect balance
     scaling_bytes: int = FP32
-    pad_multiple: int = 1
+    """Of each element of the experts' outputs when they are scaled by their scores: TorchTitan's own dispatchers do
+    it in FP32, the others in BF16, and a compiled layer keeps BF16."""
+    pad_multiple: int = 1  # rows to a multiple of which each expert's group is padded
     backend: EPBackend = EPBackend.STANDARD
     row_bytes: float = BF16
-    one_pass_experts: bool = False
+    """Of each feature of a row as it arrives, its share of the scales included; less than 2 with quantised dispatch."""
+    one_pass_experts: bool = False  # whether an expert's three products are one function, moelab's of 8 bits
     scaled_products: bool = False
+    """Whether experts multiply in 8 bits, by an operator of which selective checkpointing keeps every product."""
 
     @property
     def quantised_dispatch(self) -> bool:
@@ -88,14 +75,7 @@ class Work:
 
 @functools.lru_cache(maxsize=65_536)
 def saved_without_checkpointing(shape: ModelShape, *, moe: bool, work: Work, compiled: bool) -> Mapping[str, float]:
-    """Bytes of every tensor that one layer keeps for its backward pass.
-
-    Args:
-        shape: the model.
-        moe: a layer with routed experts, or a dense one.
-        work: what one rank has of a micro-batch.
-        compiled: whether the layer is compiled by torch.compile.
-    """
+    """Bytes of every tensor that one layer keeps for its backward pass."""
     tensors = _attention(shape, work)
     tensors |= _moe(shape, work, compiled=compiled) if moe else _ffn(shape, work, compiled=compiled)
     return MappingProxyType(tensors)
@@ -324,25 +304,15 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerCosts:
-    """Bytes of one layer on one rank.
-
-    Attributes:
-        held: elements of its parameters.
-        saved: kept from its forward to its backward pass.
-        forward: temporaries of its forward pass.
-        recomputed: brought back by its backward pass under activation checkpointing.
-        attention: what attention alone keeps without checkpointing.
-        backward: temporaries of its backward pass.
-        quantised: quantised copies of one product's operands.
-    """
+    """Bytes of one layer on one rank."""
 
     held: Held
-    saved: float
-    forward: float
-    recomputed: float
-    attention: float
-    backward: float
-    quantised: float
+    saved: float  # kept from its forward to its backward pass
+    forward: float  # temporaries of its forward pass
+    recomputed: float  # brought back by its backward pass under activation checkpointing
+    attention: float  # what attention alone keeps without checkpointing
+    backward: float  # temporaries of its backward pass
+    quantised: float  # quantised copies of one product's operands
 
 
 @functools.lru_cache(maxsize=65_536)

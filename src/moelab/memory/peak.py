@@ -80,24 +80,17 @@ H100_ROWS = "benchmarks/results/memory_h100.json, 2 x H100, November 2026"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConstants:
-    """Numbers of the memory model that are no arithmetic on the model's dimensions; replace one to see what it does.
-
-    Attributes:
-        routing_imbalance: received rows of the busiest rank over all layers, relative to perfect balance, where the
-            router decides; a run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`).
-        busiest_layer: the same of its busiest layer.
-        expert_shares: of a middling layer's rows, that each expert got; empty where no load was measured.
-        fragmentation: reserved memory relative to what the pools of the allocator are known to need.
-        context_gib: CUDA context, kernels and libraries, outside PyTorch's allocator, GiB.
-        communicator_gib: NCCL's buffers for each process group of more than one GPU, GiB.
-    """
+    """Numbers of the memory model that are no arithmetic on the model's dimensions; replace one to see what it does."""
 
     routing_imbalance: SourcedNumber
-    busiest_layer: SourcedNumber
+    """Received rows of the busiest rank over all layers, relative to perfect balance, where the router decides; a
+    run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`)."""
+    busiest_layer: SourcedNumber  # the same of its busiest layer
     expert_shares: tuple[float, ...] = ()
-    fragmentation: SourcedNumber
-    context_gib: SourcedNumber
-    communicator_gib: SourcedNumber
+    """Of a middling layer's rows, that each expert got; empty where no load was measured."""
+    fragmentation: SourcedNumber  # reserved memory relative to what the pools of the allocator are known to need
+    context_gib: SourcedNumber  # CUDA context, kernels and libraries, outside PyTorch's allocator, GiB
+    communicator_gib: SourcedNumber  # NCCL's buffers for each process group of more than one GPU, GiB
 
 
 memory_constants = MemoryConstants(
@@ -115,23 +108,14 @@ memory_constants = MemoryConstants(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchBuffer:
-    """What a dispatcher allocates on each rank.
-
-    Attributes:
-        backend: the dispatcher.
-        size_bytes: of everything that it allocates.
-        tokens: that a rank dispatches at a time.
-        ranks: expert-parallel ranks.
-        nvlink_ranks: those of them that NVLink joins.
-        exact: whether ``size_bytes`` is the dispatcher's own arithmetic.
-    """
+    """What a dispatcher allocates on each rank."""
 
     backend: EPBackend
-    size_bytes: int
-    tokens: int
+    size_bytes: int  # of everything that it allocates
+    tokens: int  # that a rank dispatches at a time
     ranks: int
-    nvlink_ranks: int
-    exact: bool
+    nvlink_ranks: int  # those of them that NVLink joins
+    exact: bool  # whether ``size_bytes`` is the dispatcher's own arithmetic
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
@@ -141,19 +125,12 @@ class DispatchBuffer:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """The fullest moment of one pipeline rank.
-
-    Attributes:
-        rank: pipeline rank.
-        stages: numbers of the stages that it holds.
-        moment: which moment of a step is the fullest.
-        parts: GiB of each part then.
-    """
+    """The fullest moment of one pipeline rank."""
 
     rank: int
     stages: tuple[int, ...]
     moment: str
-    parts: Parts
+    parts: Parts  # GiB of each part then
 
     @property
     def total_gib(self) -> float:
@@ -170,25 +147,14 @@ class StageMemory:
         """What CUDA, NCCL and the dispatcher take besides, GiB: `nvidia-smi` shows it, TorchTitan does not."""
         return sum(self.parts[name] for name in OUTSIDE)
 
-    @property
-    def in_use_gib(self) -> float:
-        """What is allocated at the fullest moment, GiB."""
-        return self.reserved_gib - self.parts["fragmentation"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Predicted device memory of a layout.
+    """Predicted device memory of a layout."""
 
-    Attributes:
-        by_stage: one entry for each pipeline rank.
-        capacity_gib: memory of the GPU; NaN where it is not known.
-        buffer: what the dispatcher allocates for its communication, or None.
-    """
-
-    by_stage: tuple[StageMemory, ...]
-    capacity_gib: float
-    buffer: DispatchBuffer | None = None
+    by_stage: tuple[StageMemory, ...]  # one entry for each pipeline rank
+    capacity_gib: float  # memory of the GPU; NaN where it is not known
+    buffer: DispatchBuffer | None = None  # what the dispatcher allocates for its communication, or None
 
     @cached_property
     def worst(self) -> StageMemory:
@@ -543,12 +509,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
 def deepep_buffer_bytes(*, tokens: int, dim: int, top_k: int, ranks: int, nvlink_ranks: int) -> int:
     """Bytes of DeepEP's buffer on one rank, its workspace apart: ``ElasticBuffer.num_bytes`` for BF16 tokens.
 
-    Args:
-        tokens: that a rank dispatches at a time.
-        dim: features of a token.
-        top_k: experts of a token.
-        ranks: expert-parallel ranks.
-        nvlink_ranks: ranks of one NVLink domain.
+    ``tokens`` are those that a rank dispatches at a time, ``nvlink_ranks`` the ``ranks`` of one NVLink domain.
 
     Example:
         >>> deepep_buffer_bytes(tokens=8192, dim=7168, top_k=8, ranks=2, nvlink_ranks=2) // 2**20

@@ -76,13 +76,7 @@ def degrees_of(layout: Layout) -> Degrees:
 
 
 def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
-    """Elements of all parameters that a global rank holds, as TorchTitan's sharded model has them.
-
-    Args:
-        shape: the model.
-        layout: a legal layout of it.
-        rank: global rank.
-    """
+    """Elements of all parameters that a global rank holds, as TorchTitan's sharded model has them."""
     at = coordinates(layout, rank)
     fsdp = at["dp_shard"] * layout.cp + at["cp"]
     where = Coordinates(tp=at["tp"], fsdp=fsdp, ep=at.get("ep", 0), efsdp=at.get("efsdp", 0))

@@ -95,21 +95,13 @@ NORMS_QUERIES = ("qwen3_moe", "qwen3_vl_moe_text", "olmoe")
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
-    """A model of another system as an experiment names it.
-
-    Attributes:
-        source: file, or name of a published model.
-        model: whose router and tokenizer stand in: ``671B`` for sigmoid scores, ``16B`` for softmax.
-        shape: dimensions that differ from ``model``'s; fields of an experiment's ``shape``.
-        taken: keys of the configuration that gave a dimension.
-        left: what else the configuration has, in words or by its key.
-    """
+    """A model of another system as an experiment names it."""
 
     source: str
-    model: str
-    shape: dict[str, Any]
-    taken: tuple[str, ...]
-    left: tuple[str, ...]
+    model: str  # whose router and tokenizer stand in: ``671B`` for sigmoid scores, ``16B`` for softmax
+    shape: dict[str, Any]  # dimensions that differ from ``model``'s; fields of an experiment's ``shape``
+    taken: tuple[str, ...]  # keys of the configuration that gave a dimension
+    left: tuple[str, ...]  # what else the configuration has, in words or by its key
 
     @property
     def overrides(self) -> tuple[str, str]:
@@ -139,15 +131,14 @@ def published_models() -> dict[str, dict[str, Any]]:
 def read_model(source: str) -> HuggingFaceModel:
     """Read a configuration.
 
-    Args:
-        source: ``config.json`` or ``params.json``, a folder with one, or a name of :func:`published_models`.
+    ``source`` is ``config.json`` or ``params.json``, a folder with one, or a name of :func:`published_models`.
 
     Raises:
         BadInput: if it cannot be read, lacks a dimension, or has something that a shape cannot say.
 
     Example:
-        >>> found = read_model("Qwen3-30B-A3B")
-        >>> found.model, found.shape["n_kv_heads"], found.shape["num_experts"]
+        >>> qwen = read_model("Qwen3-30B-A3B")
+        >>> qwen.model, qwen.shape["n_kv_heads"], qwen.shape["num_experts"]
         ('16B', 4, 128)
     """
     path = Path(source)
@@ -275,9 +266,9 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
     rest = [key for key, value in whole.items() if value not in (None, False, 0) and key not in known]
     rest = [key for key in rest if not re.fullmatch(READ, key) and not re.fullmatch(HARMLESS, key)]
     for words, names in LEFT.items():
-        if found := [key for key in rest if re.fullmatch(names, key)]:
-            yield f"{words} ({', '.join(found)})"
-        rest = [key for key in rest if key not in found]
+        if named := [key for key in rest if re.fullmatch(names, key)]:
+            yield f"{words} ({', '.join(named)})"
+        rest = [key for key in rest if key not in named]
     numbers = [key for key in rest if type(config.get(key)) is int and re.match(NUMBER, key)]
     if unknown := dict.fromkeys([*numbers, *(key for key in rest if re.match(ARRANGEMENT, key))]):
         raise BadInput(

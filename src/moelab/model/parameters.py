@@ -15,20 +15,14 @@ Part = Literal["attention", "dense FFN", "routed experts", "shared experts", "ro
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One weight of one module of TorchTitan's model.
+    """One weight of one module of TorchTitan's model."""
 
-    Attributes:
-        name: as TorchTitan names it, inside its module.
-        shape: of the whole tensor.
-        part: which part of the model it is counted under.
-        tp_dim: dimension that tensor parallelism shards; None where every rank holds it whole. Routed experts are
-            sharded by it only where there is no expert parallelism.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # as TorchTitan names it, inside its module
+    shape: tuple[int, ...]  # of the whole tensor
     part: Part
     tp_dim: int | None = None
+    """Dimension that tensor parallelism shards; None where every rank holds it whole. Routed experts are sharded by
+    it only where there is no expert parallelism."""
 
     @property
     def numel(self) -> int:
@@ -38,12 +32,7 @@ class Parameter:
 
 @functools.lru_cache(maxsize=4096)
 def parameters(shape: ModelShape, module: str) -> tuple[Parameter, ...]:
-    """The parameters of one top module, in no particular order.
-
-    Args:
-        shape: the model.
-        module: one of ``shape.modules``.
-    """
+    """The parameters of one top module, in no particular order."""
     if module == EMBEDDING:
         return (Parameter(name="weight", shape=(shape.vocab_size, shape.dim), part="embedding", tp_dim=0),)
     if module == HEAD:
@@ -51,7 +40,8 @@ def parameters(shape: ModelShape, module: str) -> tuple[Parameter, ...]:
     if module == NORM:
         return (Parameter(name="weight", shape=(shape.dim,), part="norms"),)
     layer = int(module.removeprefix("layers."))
-    ffn = _dense_ffn(shape) if layer < shape.n_dense_layers else _moe(shape)
+    dense = _swiglu("feed_forward", shape, shape.dense_hidden_dim, "dense FFN")
+    ffn = dense if layer < shape.n_dense_layers else _moe(shape)
     norms = [
         Parameter(name=f"{name}.weight", shape=(shape.dim,), part="norms") for name in ("attention_norm", "ffn_norm")
     ]
@@ -88,10 +78,6 @@ def _swiglu(prefix: str, shape: ModelShape, hidden: int, part: Part) -> Iterator
     yield _linear(f"{prefix}.w1", hidden, shape.dim, part, 0)
     yield _linear(f"{prefix}.w2", shape.dim, hidden, part, 1)
     yield _linear(f"{prefix}.w3", hidden, shape.dim, part, 0)
-
-
-def _dense_ffn(shape: ModelShape) -> Iterator[Parameter]:
-    return _swiglu("feed_forward", shape, shape.dense_hidden_dim, "dense FFN")
 
 
 def _moe(shape: ModelShape) -> Iterator[Parameter]:

@@ -21,11 +21,6 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) ->
     Six for every active parameter outside the embedding, and attention's two products. TorchTitan counts attention as
     if every query met every key (``torchtitan/models/utils.py`` at 0.3.0); ``causal`` counts the half that is needed.
 
-    Args:
-        shape: the model.
-        seq_len: tokens of a sequence.
-        causal: count the lower triangle of attention only.
-
     Example:
         >>> from moelab.model import shape_of
         >>> [round(flops_per_token(shape_of("671B"), 8192, causal=causal) / 1e9, 1) for causal in (False, True)]
@@ -64,12 +59,8 @@ def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[
 
     Without parallel axes their FLOPs and those of the norms' weights and attention add up to :func:`flops_per_token`.
 
-    Args:
-        shape: the model, or the part of it that the rank has.
-        tokens: of the micro-batch on this rank's data-parallel and context-parallel coordinate, before tensor
-            parallelism splits the sequence.
-        tp: tensor-parallel degree.
-        ep: expert-parallel degree; with it, each tensor-parallel rank routes its own share of the tokens.
+    ``tokens`` are of the micro-batch on this rank's data-parallel and context-parallel coordinate, before tensor
+    parallelism splits the sequence. With expert parallelism each tensor-parallel rank routes its own share of them.
     """
     routed = tokens * shape.top_k // (tp if ep > 1 else 1)
     # The router runs on the sequence shard that each tensor-parallel rank routes.
@@ -89,7 +80,7 @@ def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[
 def _weights(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[str, Part, int, int, int, int], ...]:
     """Name, part, output and input features, groups and number of every weight that multiplies on one rank."""
     counts = (("layers.0", shape.n_dense_layers), (f"layers.{shape.n_dense_layers}", shape.n_moe_layers), (HEAD, 1))
-    found = []
+    weights = []
     for weight, count in ((weight, count) for module, count in counts if count for weight in parameters(shape, module)):
         if weight.part == "norms":
             continue
@@ -98,8 +89,8 @@ def _weights(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[str, Part, int,
         sizes = [size // tp if sharded and dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)]
         groups = shape.num_experts // ep if grouped else 1
         n, k = sizes[-2:]
-        found.append((weight.name.removesuffix(".weight"), weight.part, n, k, groups, count))
-    return tuple(found)
+        weights.append((weight.name.removesuffix(".weight"), weight.part, n, k, groups, count))
+    return tuple(weights)
 
 
 BYTES_PER_ELEMENT = {"bf16": 2.0, "mxfp8": 1.0 + 1 / 32, "fp8": 1.0 + 4 / 128}

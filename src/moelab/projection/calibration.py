@@ -27,21 +27,13 @@ def _quotient(value: float | str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A number and how it is known.
-
-    Attributes:
-        value: of the constant.
-        what: its meaning, with its unit.
-        how: it is known.
-        source: where it comes from.
-        fitted_on: rows of the validation table that it makes the model meet.
-    """
+    """A number and how it is known."""
 
     value: Annotated[float, BeforeValidator(_quotient)]
-    what: str
+    what: str  # its meaning, with its unit
     how: Literal["measured", "quoted", "fitted", "assumed"]
-    source: str
-    fitted_on: tuple[str, ...] = ()
+    source: str  # where it comes from
+    fitted_on: tuple[str, ...] = ()  # rows of the validation table that it makes the model meet
 
     __pydantic_config__ = _CLOSED
 
@@ -133,11 +125,8 @@ def value_that_meets(
 ) -> float | None:
     """The value of a constant with which a prediction meets a time, from a twentieth to 20 times its own; else None.
 
-    Args:
-        name: of the constant.
-        seconds: that were measured.
-        predict: the same time by a calibration; grows or falls with the constant all the way.
-        others: values of other constants.
+    ``predict`` gives the same time by a calibration, and grows or falls with the constant ``name`` all the way;
+    ``others`` are values of other constants.
     """
     from scipy.optimize import brentq  # a projection solves nothing, and does not wait for scipy
 

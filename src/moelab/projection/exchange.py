@@ -109,15 +109,11 @@ def add_layer_collectives(times: Times, job: Job, calibration: Calibration) -> N
 
 
 class Permutation(NamedTuple):
-    """What a dispatcher does beside its exchange.
-
-    Attributes:
-        copies: of dispatch, combine, combine's gradient and dispatch's gradient; see the module.
-        launches: kernels of dispatch and combine.
-    """
+    """What a dispatcher does beside its exchange."""
 
     copies: tuple[float, float, float, float]
-    launches: int
+    """Of dispatch, combine, combine's gradient and dispatch's gradient; see the module."""
+    launches: int  # kernels of dispatch and combine
 
 
 PERMUTATIONS = {
@@ -238,24 +234,14 @@ EXCHANGE_SMS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class QuotedBandwidth:
-    """One row of DeepEP's tables; GB/s are logical.
-
-    Attributes:
-        version: of DeepEP.
-        gpu: as the table names it.
-        nodes: hosts of 8 GPUs.
-        dispatch_gb_s: of dispatch.
-        combine_gb_s: of combine.
-        sms: streaming multiprocessors used; None where the table does not say.
-        source: of the row.
-    """
+    """One row of DeepEP's tables; GB/s are logical."""
 
     version: str
-    gpu: str
-    nodes: int
+    gpu: str  # as the table names it
+    nodes: int  # hosts of 8 GPUs
     dispatch_gb_s: float
     combine_gb_s: float
-    sms: int | None
+    sms: int | None  # streaming multiprocessors used; None where the table does not say
     source: str
 
     @property

@@ -61,39 +61,22 @@ SEARCHED_ROWS = (1.0, 2.0**26)
 
 
 class Rates(NamedTuple):
-    """What decides the time of a GPU's products.
-
-    Attributes:
-        gpu: such as ``B200``.
-        low_format: the 8-bit format that its kernels of ``low`` are of.
-        bf16: of large BF16 products, FLOP/s.
-        grouped: of grouped ones in BF16, FLOP/s.
-        low: of 8-bit products but grouped wgrad, FLOP/s.
-        low_wgrad: of grouped 8-bit wgrad, FLOP/s.
-        cast: of casts to 8 bits, bytes a second, read and written.
-        scales_s: to bring the scales of one product into blocks, forward or dgrad.
-        scales_wgrad_s: of a grouped wgrad, whatever its size.
-        scales_row_s: of a grouped wgrad, for each row of a group.
-        memory: of other kernels, bytes a second.
-        inner: K at which half of a tile's time is its beginning and end.
-        sms: streaming multiprocessors.
-        grouped_in_tiles: whether grouped products lose what their shape loses; else ``grouped`` has it.
-    """
+    """What decides the time of a GPU's products."""
 
     gpu: str
-    low_format: Literal["fp8", "mxfp8"]
-    bf16: float
-    grouped: float
-    low: float
-    low_wgrad: float
-    cast: float
-    scales_s: float
-    scales_wgrad_s: float
-    scales_row_s: float
-    memory: float
-    inner: float
+    low_format: Literal["fp8", "mxfp8"]  # the 8-bit format that its kernels of ``low`` are of
+    bf16: float  # of large BF16 products, FLOP/s
+    grouped: float  # of grouped ones in BF16, FLOP/s
+    low: float  # of 8-bit products but grouped wgrad, FLOP/s
+    low_wgrad: float  # of grouped 8-bit wgrad, FLOP/s
+    cast: float  # of casts to 8 bits, bytes a second, read and written
+    scales_s: float  # to bring the scales of one product into blocks, forward or dgrad
+    scales_wgrad_s: float  # of a grouped wgrad, whatever its size
+    scales_row_s: float  # of a grouped wgrad, for each row of a group
+    memory: float  # of other kernels, bytes a second
+    inner: float  # K at which half of a tile's time is its beginning and end
     sms: int
-    grouped_in_tiles: bool
+    grouped_in_tiles: bool  # whether grouped products lose what their shape loses; else ``grouped`` has it
 
 
 def is_blackwell(gpu: Gpu) -> bool:
@@ -110,11 +93,8 @@ def sms_of(gpu: Gpu) -> int:
 def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulated: bool = False) -> Rates:
     """The rates of products and casts on a GPU.
 
-    Args:
-        gpu: with its datasheet.
-        calibration: what of it is reached.
-        alone: kernels by themselves, as a benchmark of kernels times them, and not beside others in a step.
-        emulated: casts of emulated MXFP8.
+    ``alone`` means kernels by themselves, as a benchmark of kernels times them, and not beside others in a step;
+    ``emulated`` means casts of emulated MXFP8.
     """
     c, blackwell = calibration, is_blackwell(gpu)  # Hopper's constants are of a step and of kernels alone alike
     bf16, low = (1e12 * float(figure or 0) for figure in (gpu.bf16_tflops, gpu.fp8_tflops))
@@ -315,23 +295,14 @@ class Weight(NamedTuple):
 
 
 class ProductKinds(NamedTuple):
-    """What decides a product's rate beside its size.
+    """What decides a product's rate beside its size."""
 
-    Attributes:
-        low: whether experts multiply in 8 bits.
-        low_down: whether their down-projection does too.
-        bf16_wgrad: whether the experts' weight gradients are BF16 all the same.
-        kept: whether the experts' products are not computed again, whatever is recomputed.
-        low_linears: whether linears multiply in 8 bits.
-        library: whether experts multiply one after the other at the rate of large products.
-    """
-
-    low: bool
-    low_down: bool
-    bf16_wgrad: bool
-    kept: bool
-    low_linears: bool
-    library: bool
+    low: bool  # whether experts multiply in 8 bits
+    low_down: bool  # whether their down-projection does too
+    bf16_wgrad: bool  # whether the experts' weight gradients are BF16 all the same
+    kept: bool  # whether the experts' products are not computed again, whatever is recomputed
+    low_linears: bool  # whether linears multiply in 8 bits
+    library: bool  # whether experts multiply one after the other at the rate of large products
 
 
 @functools.lru_cache(maxsize=1024)

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP
+from moelab.data import read_json
 from moelab.errors import BadInput
 from moelab.hardware import GPUS, Gpu
 from moelab.model import gemms
@@ -30,37 +28,24 @@ from moelab.projection.calibration import Calibration, with_values
 from moelab.projection.gemm import Rates, break_even_m, gain, rates_of
 from moelab.projection.uncertainty import CONFIDENCE, Estimate
 
+FILE = "gemm_fit.json"
 GOAL = 0.10
 """A prediction within this of the measured speed-up reaches the goal."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fit:
-    """Constants and how well they meet what they were fitted on.
-
-    Attributes:
-        gpu: that they are of.
-        calibration: with the constants as fitted.
-        free: names of the constants that were free.
-        residuals: all observations: kind, name, role, value, the model's and its relative error.
-        draws: calibrations of a parametric bootstrap.
-    """
+    """Constants and how well they meet what they were fitted on."""
 
     gpu: Gpu
-    calibration: Calibration
-    free: tuple[str, ...]
-    residuals: pd.DataFrame
-    draws: tuple[Calibration, ...]
+    calibration: Calibration  # with the constants as fitted
+    free: tuple[str, ...]  # names of the constants that were free
+    residuals: pd.DataFrame  # all observations: kind, name, role, value, the model's and its relative error
+    draws: tuple[Calibration, ...]  # calibrations of a parametric bootstrap
 
     def rates(self, *, in_step: bool = False) -> Rates:
         """Of kernels alone, or as they run in a step."""
         return rates_of(self.gpu, self.calibration, alone=not in_step)
-
-
-@functools.cache
-def _packaged() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((resources.files("moelab") / "data" / "gemm_fit.json").read_text())
-    return content
 
 
 def fit_b200() -> Fit:
@@ -75,7 +60,7 @@ def fit_h100() -> Fit:
 
 @functools.cache
 def _fit(gpu: str) -> Fit:
-    stored = _packaged()["fits"][gpu]
+    stored = read_json(FILE)["fits"][gpu]
     free = tuple(stored["free"])
     # what is stored is the free constants alone, the fitted ones first
     first, *draws = (with_values(**dict(zip(free, one, strict=True))) for one in (stored["values"], *stored["draws"]))
@@ -90,7 +75,7 @@ def leave_one_out() -> pd.DataFrame:
         A row for each: ``case``, ``measured``, the ``split`` prediction of :func:`fit_b200` with its role, the
         ``left_out`` prediction, their errors, and whether each is within the goal.
     """
-    return pd.DataFrame(_packaged()["left_out"])
+    return pd.DataFrame(read_json(FILE)["left_out"])
 
 
 def estimate(fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool = False) -> Estimate:
@@ -135,28 +120,17 @@ def rows_text(rows: Estimate) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWork:
-    """The grouped product of one rank's experts under a layout.
+    """The grouped product of one rank's experts under a layout."""
 
-    Attributes:
-        name: for figures.
-        case: w1 (and w3) of the experts; w2 is its transpose and takes as long in the model.
-        layout: in words.
-    """
-
-    name: str
-    case: Case
-    layout: str
+    name: str  # for figures
+    case: Case  # w1 (and w3) of the experts; w2 is its transpose and takes as long in the model
+    layout: str  # in words
 
 
 def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> ExpertWork:
     """The experts' product of one micro-batch on one rank, with balanced routing.
 
-    Args:
-        name: for figures.
-        model: ``nano``, ``debug``, ``16B`` or ``671B``, or one of :func:`moelab.model.hugging_face.read_model`.
-        tokens: of the micro-batch on the rank's data-parallel coordinate.
-        tp: tensor-parallel degree.
-        ep: expert-parallel degree.
+    ``model`` is one of an experiment's, or one of :func:`moelab.model.hugging_face.read_model`.
 
     Raises:
         BadInput: for an unknown model, a degree that does not divide the experts, or fewer tokens than ranks.

@@ -39,40 +39,29 @@ CORPUS_KEYS = 325.0
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A training stack.
-
-    Attributes:
-        name: for tables.
-        attention: ``flex`` (Triton), ``flex tiles`` (the same with tiles chosen for Hopper) or ``fused`` (cuDNN or
-            FlashAttention).
-        document_keys: keys that a token meets where packed documents are kept apart; None where they are not.
-        fused: whether elementwise work between products is fused, by torch.compile or by hand.
-        expert_gemm: ``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the
-            rate of large ones).
-        low_down: whether the experts' down-projection multiplies in their precision as gate and up do.
-        low_linears: whether attention, dense FFN and shared experts multiply in the experts' precision.
-        permutation: whose kernels bring rows into the experts' order.
-        loss_chunks: pieces in which the head's gradient is added up; 1 for a fused loss.
-        exchange_overlapped: whether the all-to-all runs beside compute.
-        deepep_v1: whether DeepEP is of before version 2.
-        host: what launches kernels: ``torch`` (PyTorch's modules and autograd), ``library`` (few operators, of
-            TransformerEngine) or ``graphs`` (CUDA graphs, which cost nothing).
-        distributed_optimizer: Megatron's, with whole parameters on every rank; else FSDP2.
-    """
+    """A training stack."""
 
     name: str
     attention: Literal["flex", "flex tiles", "fused"] = "flex"
+    """``flex`` (Triton), ``flex tiles`` (the same with tiles chosen for Hopper) or ``fused`` (cuDNN or
+    FlashAttention)."""
     document_keys: float | None = None
-    fused: bool = True
+    """Keys that a token meets where packed documents are kept apart; None where they are not."""
+    fused: bool = True  # whether elementwise work between products is fused, by torch.compile or by hand
     expert_gemm: Literal["torch", "library"] = "torch"
-    low_down: bool = True
-    low_linears: bool = False
+    """``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the rate of large
+    ones)."""
+    low_down: bool = True  # whether the experts' down-projection multiplies in their precision as gate and up do
+    low_linears: bool = False  # whether attention, dense FFN and shared experts multiply in the experts' precision
     permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
-    loss_chunks: int = 8
-    exchange_overlapped: bool = False
-    deepep_v1: bool = False
+    """Whose kernels bring rows into the experts' order."""
+    loss_chunks: int = 8  # pieces in which the head's gradient is added up; 1 for a fused loss
+    exchange_overlapped: bool = False  # whether the all-to-all runs beside compute
+    deepep_v1: bool = False  # whether DeepEP is of before version 2
     host: Literal["torch", "library", "graphs"] = "torch"
-    distributed_optimizer: bool = False
+    """What launches kernels: ``torch`` (PyTorch's modules and autograd), ``library`` (few operators, of
+    TransformerEngine) or ``graphs`` (CUDA graphs, which cost nothing)."""
+    distributed_optimizer: bool = False  # Megatron's, with whole parameters on every rank; else FSDP2
 
 
 def titan(experiment: Experiment) -> Stack:
@@ -153,43 +142,24 @@ METHOD_OF_BACKEND: dict[EPBackend, Method] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A step.
-
-    Attributes:
-        shape: the model.
-        node: GPUs that NVLink joins, be they of one host or of several, and network.
-        stack: the software.
-        work: what one rank has of a micro-batch.
-        seq_len: tokens of a sequence.
-        microbatches: of a step on each rank.
-        schedule: of the pipeline.
-        stages: modules of each stage.
-        stages_of_rank: stages of each pipeline rank.
-        degrees: that shard parameters.
-        precision: of the experts.
-        bf16_wgrad: whether the experts' weight gradients are BF16 all the same.
-        emulated: whether MXFP8 is emulated.
-        dispatch: format of tokens on their way to their experts.
-        routing: how tokens choose experts.
-        checkpointing: activation checkpointing, one of :data:`moelab.projection.gemm.RECOMPUTED`.
-    """
+    """A step."""
 
     shape: ModelShape
-    node: Node
+    node: Node  # GPUs that NVLink joins, be they of one host or of several, and network
     stack: Stack
-    work: Work
-    seq_len: int
+    work: Work  # what one rank has of a micro-batch
+    seq_len: int  # tokens of a sequence
     microbatches: int
     schedule: str
-    stages: tuple[StageModules, ...]
+    stages: tuple[StageModules, ...]  # modules of each stage
     stages_of_rank: tuple[tuple[int, ...], ...]
-    degrees: Degrees
+    degrees: Degrees  # that shard parameters
     precision: Precision
-    bf16_wgrad: bool = False
-    emulated: bool = False
-    dispatch: str = "bf16"
-    routing: RoutingModel
-    checkpointing: str = "none"
+    bf16_wgrad: bool = False  # whether the experts' weight gradients are BF16 all the same
+    emulated: bool = False  # whether MXFP8 is emulated
+    dispatch: str = "bf16"  # format of tokens on their way to their experts
+    routing: RoutingModel  # how tokens choose experts
+    checkpointing: str = "none"  # activation checkpointing, one of :data:`moelab.projection.gemm.RECOMPUTED`
 
     @property
     def pp(self) -> int:

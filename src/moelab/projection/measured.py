@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.analysis.two_by_two import ArmResult, arm_results
+from moelab.data import read_json
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
@@ -64,17 +65,11 @@ SAME_SHAPE = {"671B MoE-heavy": SCALING}
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One file of measurements, or the sentence that says how to make it.
-
-    Attributes:
-        name: of the file, without its ending.
-        content: None where it was not measured yet.
-        packaged: whether it came with the package, so that showing it is a replay.
-    """
+    """One file of measurements, or the sentence that says how to make it."""
 
     name: str
-    content: Mapping[str, Any] | None
-    packaged: bool = False
+    content: Mapping[str, Any] | None  # None where it was not measured yet
+    packaged: bool = False  # whether it came with the package, so that showing it is a replay
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -119,9 +114,8 @@ def hardware_of(measured: Measurement) -> str:
 def load_measured(name: str, path: Path | None = None) -> Measurement:
     """Read a file of measurements.
 
-    Args:
-        name: one of :data:`COMMANDS`, such as ``h100_two_by_two``.
-        path: of another file of the same kind, such as your own; the package's by default.
+    ``name`` is one of :data:`COMMANDS`, such as ``h100_two_by_two``; ``path`` another file of its kind than the
+    package's.
 
     Returns:
         The measurement; its ``content`` is None if the package has no such file.
@@ -160,9 +154,7 @@ def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[st
 
 def load_predicted() -> dict[str, Any]:
     """The predictions of one node of two to eight GPUs that come with the package."""
-    file = resources.files("moelab") / "data" / "measured" / f"{PREDICTED}.json"
-    content: dict[str, Any] = json.loads(file.read_text())
-    return content
+    return read_json(f"measured/{PREDICTED}.json")
 
 
 class Place(NamedTuple):
@@ -199,9 +191,7 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
 def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dict[str, float]:
     """The constants that a node's files decide.
 
-    Args:
-        grouped_gemm: of notebook 02 or ``benchmarks/grouped_gemm.py``.
-        all_to_all: of notebook 04 or ``benchmarks/all_to_all.py``.
+    The files are those of notebooks 02 and 04, or of ``benchmarks/grouped_gemm.py`` and ``benchmarks/all_to_all.py``.
 
     Returns:
         Values for :func:`moelab.projection.calibration.with_values`; none for what a file has no rows of.

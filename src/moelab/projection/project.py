@@ -28,25 +28,15 @@ from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """A predicted step.
-
-    Attributes:
-        experiment: that was projected.
-        cluster: that it was projected to.
-        job: the step as the model saw it.
-        breakdown_s: seconds of the step by part; they add up to it.
-        flops: operations of a token, TorchTitan's count and a causal one.
-        outside: what lies outside of what the model was validated on; empty if nothing does.
-        notes: of the plan, on the tokens' way.
-    """
+    """A predicted step."""
 
     experiment: Experiment
     cluster: Cluster
-    job: Job
-    breakdown_s: dict[str, float]
-    flops: dict[str, int]
-    outside: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+    job: Job  # the step as the model saw it
+    breakdown_s: dict[str, float]  # seconds of the step by part; they add up to it
+    flops: dict[str, int]  # operations of a token, TorchTitan's count and a causal one
+    outside: tuple[str, ...]  # what lies outside of what the model was validated on; empty if nothing does
+    notes: tuple[str, ...] = ()  # of the plan, on the tokens' way
 
     @property
     def step_time_s(self) -> float:
@@ -129,8 +119,8 @@ def project(
 
     Example:
         >>> from moelab.titan.arms import named_arms
-        >>> found = project(named_arms()["dsv3_671b_bf16_standard"])
-        >>> abs(sum(found.breakdown_s.values()) - found.step_time_s) < 1e-9
+        >>> one = project(named_arms()["dsv3_671b_bf16_standard"])
+        >>> abs(sum(one.breakdown_s.values()) - one.step_time_s) < 1e-9
         True
     """
     cluster = cluster or cluster_of(experiment.hardware)
@@ -225,19 +215,12 @@ DEEPSEEK_TOKENS = 14.8e12
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of training on ``tokens`` tokens.
+    """Of training on ``tokens`` tokens."""
 
-    Attributes:
-        gpu_hours: of all GPUs.
-        days: of wall time, without interruptions.
-        price: in the currency of the price of an hour.
-        energy_mwh: of the GPUs' share of the facility, MWh.
-    """
-
-    gpu_hours: float
-    days: float
+    gpu_hours: float  # of all GPUs
+    days: float  # of wall time, without interruptions
     price: float
-    energy_mwh: float
+    energy_mwh: float  # of the GPUs' share of the facility, MWh
 
 
 def cost(

@@ -106,23 +106,14 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
 
 @dataclass(frozen=True, kw_only=True)
 class TwoByTwo:
-    """Four arms under one routing; estimates are medians with the whole range.
-
-    Attributes:
-        routing: how tokens choose experts.
-        tps: tokens/s/GPU of each arm; ``mxfp8_standard`` was never published.
-        gains: over ``bf16_standard``, as a ratio.
-        interaction: see the module.
-        constants: every set with which the published steps are met.
-        samples: tokens/s/GPU of each arm by each of them.
-    """
+    """Four arms under one routing; estimates are medians with the whole range."""
 
     routing: Routing
-    tps: Mapping[str, Estimate]
-    gains: Mapping[str, Estimate]
-    interaction: Estimate
-    constants: tuple[Calibration, ...]
-    samples: Mapping[str, np.ndarray]
+    tps: Mapping[str, Estimate]  # tokens/s/GPU of each arm; ``mxfp8_standard`` was never published
+    gains: Mapping[str, Estimate]  # over ``bf16_standard``, as a ratio
+    interaction: Estimate  # see the module
+    constants: tuple[Calibration, ...]  # every set with which the published steps are met
+    samples: Mapping[str, np.ndarray]  # tokens/s/GPU of each arm by each of them
 
 
 @functools.lru_cache(maxsize=8)

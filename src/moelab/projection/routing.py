@@ -59,20 +59,14 @@ from moelab.errors import BadInput
 class ExpertPlacement:
     """Experts, the ranks that share them out, and the nodes that hold the ranks.
 
-    Attributes:
-        experts: routed experts of a layer.
-        top_k: experts of each token.
-        ep: ranks of the expert-parallel group; a divisor of ``experts``.
-        ranks_per_node: consecutive ranks of the group on one node; all of them where the group is smaller.
-
     Raises:
         BadInput: for a count that is not positive, or one that does not divide.
     """
 
-    experts: int
+    experts: int  # routed experts of a layer
     top_k: int
-    ep: int
-    ranks_per_node: int
+    ep: int  # ranks of the expert-parallel group; a divisor of ``experts``
+    ranks_per_node: int  # consecutive ranks of the group on one node; all of them where the group is smaller
 
     def __post_init__(self) -> None:
         for name in ("experts", "top_k", "ep", "ranks_per_node"):
@@ -120,19 +114,13 @@ ExpertIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingModel:
-    """One kind of routing with what it needs.
+    """One kind of routing with what it needs."""
 
-    Attributes:
-        kind: see the table above.
-        groups: groups of experts, for the two group-limited kinds and a measured load.
-        limited_groups: groups that a token may use.
-        weights: of each expert; for ``skewed`` on any positive scale, for ``measured`` those of a measured load.
-    """
-
-    kind: Kind
-    groups: int = 1
+    kind: Kind  # see the table above
+    groups: int = 1  # groups of experts, for the two group-limited kinds and a measured load
     limited_groups: int = 1
     weights: tuple[float, ...] = ()
+    """Of each expert; for ``skewed`` on any positive scale, for ``measured`` those of a measured load."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -189,11 +177,7 @@ def routing_of_load(shares: Sequence[float], *, top_k: int, groups: int = 1, lim
     Of experts that are drawn one after the other with weights −ln(1 − p), each is drawn with a chance of about p
     (Rosén). One without tokens has next to none.
 
-    Args:
-        shares: of a layer's rows, that each expert got; any positive scale.
-        top_k: experts of each token.
-        groups: groups of experts of the model.
-        limited_groups: groups that a token may use.
+    ``shares`` are of a layer's rows, on any positive scale; ``groups`` and ``limited_groups`` are the model's.
 
     Raises:
         BadInput: if nothing was routed.
@@ -232,12 +216,7 @@ def draw_expert_ids(
 ) -> ExpertIds:
     """Experts of the tokens of one rank.
 
-    Args:
-        routing: how they are chosen.
-        placement: gives the number of experts and ``top_k``.
-        tokens: of this rank.
-        rank: of the expert-parallel group; every rank draws its own, but round-robin is the same on all.
-        seed: of the draw.
+    Every ``rank`` of the expert-parallel group draws its own, but round-robin is the same on all.
 
     Returns:
         Expert ids ``(T, K)``, int64, distinct in a row.
@@ -307,19 +286,12 @@ SIMULATED_TOKENS = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Destinations:
-    """Means over tokens.
+    """Means over tokens: of the distinct ranks and nodes that one reaches, and of its copies."""
 
-    Attributes:
-        copies: experts of a token, each of which a plain all-to-all serves with a copy of its own.
-        ranks: distinct ranks of a token.
-        nodes: distinct nodes of a token.
-        label: ``derived`` from a formula, or ``simulated`` from a seeded draw.
-    """
-
-    copies: float
+    copies: float  # experts of a token, each of which a plain all-to-all serves with a copy of its own
     ranks: float
     nodes: float
-    label: Literal["derived", "simulated"]
+    label: Literal["derived", "simulated"]  # ``derived`` from a formula, or ``simulated`` from a seeded draw
 
 
 @functools.lru_cache(maxsize=256)  # a draw takes a while, and figures ask for the same one more than once
@@ -333,8 +305,8 @@ def expected_destinations(
 
     Example:
         >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
-        >>> found = expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=4), published)
-        >>> f"{found.ranks:.2f} ranks, {found.nodes:.2f} nodes, {found.label}"
+        >>> mean = expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=4), published)
+        >>> f"{mean.ranks:.2f} ranks, {mean.nodes:.2f} nodes, {mean.label}"
         '6.60 ranks, 2.93 nodes, derived'
     """
     routing.require_fits(placement)
@@ -347,7 +319,7 @@ def expected_destinations(
         else:
             label = "simulated"
         ids_TK = draw_expert_ids(routing, placement, tokens)
-        ranks, nodes = (mean_destinations(ids_TK, size) for size in sizes)
+        ranks, nodes = (float(distinct_destinations(ids_TK, size).mean()) for size in sizes)
     return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label=label)
 
 
@@ -368,11 +340,6 @@ def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
     sorted_TK = np.sort(ids_TK // experts_each, axis=-1)  # equal destinations stand beside each other
     changes_T: ExpertIds = (np.diff(sorted_TK, axis=-1) != 0).sum(axis=-1)
     return changes_T + 1
-
-
-def mean_destinations(ids_TK: ExpertIds, experts_each: int) -> float:
-    """Mean of :func:`distinct_destinations`."""
-    return float(distinct_destinations(ids_TK, experts_each).mean())
 
 
 def _formula(routing: RoutingModel, placement: ExpertPlacement, block: int) -> float | None:

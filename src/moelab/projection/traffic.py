@@ -156,11 +156,9 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
 def layer_bytes(rows: OnWires, hidden: int, *, dispatch_precision: DispatchPrecision = "bf16") -> LayerTraffic:
     """Bytes of the four exchanges of one MoE layer.
 
-    Args:
-        rows: that a rank sends in one exchange.
-        hidden: elements of a row.
-        dispatch_precision: of dispatch and of combine's gradient, block scales included; the sums that combine and
-            dispatch's gradient carry stay in BF16.
+    ``rows`` are those that a rank sends in one exchange, of ``hidden`` elements each. ``dispatch_precision`` is that of
+    dispatch and of combine's gradient, block scales included; the sums that combine and dispatch's gradient carry stay
+    in BF16.
     """
     low = rows.times(hidden * BYTES_PER_ELEMENT[dispatch_precision])
     high = rows.times(hidden * BYTES_PER_ELEMENT["bf16"])
@@ -202,17 +200,11 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeCount:
-    """Rows from rank to rank in one exchange, counted.
+    """Rows from rank to rank in one exchange, counted."""
 
-    Attributes:
-        nvlink_SR: rows that S sends to R of its own node, ``(P, P)``.
-        network_SR: rows that S sends to R of another node, ``(P, P)``.
-        local_S: rows that a rank keeps, ``(P,)``.
-    """
-
-    nvlink_SR: Counts
-    network_SR: Counts
-    local_S: Counts
+    nvlink_SR: Counts  # rows that S sends to R of its own node, ``(P, P)``
+    network_SR: Counts  # rows that S sends to R of another node, ``(P, P)``
+    local_S: Counts  # rows that a rank keeps, ``(P,)``
 
     @property
     def mean(self) -> OnWires:

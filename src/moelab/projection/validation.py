@@ -8,15 +8,15 @@ was *seen* while the form of the model was chosen, or it is *blind*: measured or
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+
+from moelab.data import read_json
 
 PUBLISHED, BRIDGE_SOURCE, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "NousResearch")
 H100_FIRST, H100_LATER, ONE_NODE, NOW = OWN = (
@@ -34,33 +34,19 @@ GAIN = "% gain"
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationRow:
-    """Something that was measured, with its prediction.
+    """Something that was measured, with its prediction."""
 
-    Attributes:
-        of: a whole training step, a part of one, or the memory of a rank.
-        source: who measured it.
-        name: unique in its source.
-        date: of the measurement, as far as it is known.
-        kind: ``fitted``, ``seen`` or ``blind``.
-        unit: of both values.
-        measured: value.
-        predicted: value; NaN until the model is asked.
-        interval: of the prediction, 90 %; only steps that are no gain have one.
-        inferred: what the source does not say and the prediction needs.
-        reference: where the measured value stands.
-    """
-
-    of: Literal["step", "part", "memory"]
+    of: Literal["step", "part", "memory"]  # a whole training step, a part of one, or the memory of a rank
     source: str
     name: str
-    date: str
+    date: str  # of the measurement, as far as it is known
     kind: Literal["fitted", "seen", "blind"]
-    unit: str
+    unit: str  # of both values
     measured: float
-    predicted: float = math.nan
-    interval: tuple[float, float] | None = None
-    inferred: str = ""
-    reference: str
+    predicted: float = math.nan  # value; NaN until the model is asked
+    interval: tuple[float, float] | None = None  # of the prediction, 90 %; only steps that are no gain have one
+    inferred: str = ""  # what the source does not say and the prediction needs
+    reference: str  # where the measured value stands
 
     @property
     def error(self) -> float:
@@ -82,8 +68,7 @@ class ValidationRow:
 
 @functools.cache
 def _packaged() -> dict[str, list[dict[str, Any]]]:
-    content: dict[str, Any] = json.loads((resources.files("moelab") / "data" / TABLE).read_text())
-    return content
+    return read_json(TABLE)
 
 
 def validation_table() -> tuple[ValidationRow, ...]:
