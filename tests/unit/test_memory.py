@@ -29,7 +29,7 @@ from moelab.memory import (
 from moelab.memory.activations import Work, saved
 from moelab.memory.peak import work_of
 from moelab.memory.sharding import chunk
-from moelab.model import ModelShape, count_parameters, shape_of
+from moelab.model import ModelShape, count_parameters, shape_for, shape_of
 from moelab.model.hugging_face import read_model
 from moelab.projection.measured import TWO_BY_TWO, load_measured
 
@@ -42,6 +42,10 @@ EXACT: dict[str, tuple[dict[str, Any], list[int]]] = {
     "more expert-parallel and FSDP ranks than experts": ({"gpus_per_node": 8, "nodes": 4, "ep": 4}, [9]),
     "replicated": ({"gpus_per_node": 8, "ep": 2, "dp_replicate": 2}, [7]),
     "replicated, TP without EP": ({"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "tp": 2}, [3]),
+    "replicas and ranks of a shard, more than experts": (
+        {"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "shape": {"num_experts": 6}},
+        [0, 3],
+    ),
     "CP": ({"model": "debug", "gpus_per_node": 8, "ep": 2, "cp": 2}, [5]),
     "CP, uneven rows": ({"gpus_per_node": 6, "ep": 1, "cp": 2}, [2, 5]),
     "two stages a rank": (
@@ -89,7 +93,7 @@ def test_a_rank_holds_exactly_what_torchtitan_gives_it(name: str, torchtitans: d
     fields, ranks = EXACT[name]
     experiment = Experiment(**fields)
     layout = layout_of(experiment)
-    assert [local_numel(shape_of(experiment.model), layout, rank) for rank in ranks] == torchtitans[name]
+    assert [local_numel(shape_for(experiment), layout, rank) for rank in ranks] == torchtitans[name]
 
 
 @settings(max_examples=60, deadline=None)
