@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from figure_support import shown_page, title
-from run_support import make_run
+from run_support import ENDS, STEPS, curve, make_run, make_study
 from stand_in import step_line
 
 from moelab.analysis.arms import arm_label
@@ -32,7 +32,6 @@ from moelab.runs.status import State
 from moelab.study_report import Report, judge_paths, provenance, report_figures, report_tables, write_study_report
 
 ROOT = Path(__file__).parents[2]
-STEPS = 40
 PLAN = (
     "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Trainer is initialized with local batch size 1, global "
     "batch size 2, gradient accumulation steps 1, sequence length 8, total steps {steps} (warmup 4)\n"
@@ -42,8 +41,6 @@ GPU = (
     "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Peak FLOPS used for computing MFU: 9.890e+14\n"
 )
 MODEL = "[rank0]:[titan] 2026-09-14 03:10:00,000 - root - INFO - Model deepseek_v3 {} size: {:,} total parameters\n"
-SEEDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
-SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
 
 
 def compared(*paths: Path, **options: Any) -> Report:
@@ -58,15 +55,6 @@ def log_of(path: Path, losses: dict[int, float], *, tps: float = 1000.0, step_s:
     lines = [step_line(step, loss, tps=tps, seconds=step * step_s) for step, loss in losses.items()]
     path.write_text("".join(lines))
     return path
-
-
-def study_of(folder: Path, name: str = "s", shift: dict[int, float] | None = None) -> Path:
-    for seed, end in SEEDS.items():
-        for precision, extra in (("bf16", 0.0), ("mxfp8", (shift or SHIFT)[seed])):
-            experiment = Experiment(name=name, steps=STEPS, precision=precision, seed=seed)
-            losses = [end + extra + 0.05 * (STEPS - 1.5 - step) for step in range(STEPS)]
-            make_run(folder / "runs", experiment, losses, tps=1000.0 if precision == "bf16" else 500.0)
-    return folder / "runs" / name
 
 
 def history(path: Path, columns: dict[str, Any]) -> Path:
@@ -102,32 +90,25 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "peak"),
+    ("gpu", "name", "peak"),
     [
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H800", 989e12),  # TorchTitan takes it for an A100
-        ("NVIDIA GB10", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100 PCIe", "debugmodel", 756e12),
+        ("NVIDIA H800", "debugmodel", 989e12),  # TorchTitan takes it for an A100
+        ("NVIDIA GB10", "debugmodel", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "debugmodel", None),
+        ("NVIDIA H100 80GB HBM3", "16B", None),  # with as many parameters as debugmodel
     ],
 )
-def test_mfu_is_of_the_exact_gpu_whatever_peak_a_log_names(tmp_path: Path, gpu: str, peak: float | None) -> None:
-    log = log_of(tmp_path / "a.log", dict.fromkeys(range(1, 9), 8.0))
-    shape = shape_of("debug")
-    head = GPU.replace("NVIDIA H100 80GB HBM3", gpu) + MODEL.format("debugmodel", count_parameters(shape).total)
-    log.write_text(head + PLAN.format(steps=8) + log.read_text())
-    found = compared(log).sides[0].mfu_percent(causal=True)
-    expected = 100 * 1000.0 * flops_per_token(shape, 8, causal=True) / peak if peak else math.nan
-    assert found == pytest.approx(expected, nan_ok=True)
-
-
-@pytest.mark.parametrize(("name", "known"), [("debugmodel", True), ("16B", False)])
-def test_a_model_from_elsewhere_is_known_where_name_and_parameters_agree(
-    tmp_path: Path, name: str, known: bool
+def test_mfu_is_of_the_exact_gpu_and_model_whatever_peak_a_log_names(
+    tmp_path: Path, gpu: str, name: str, peak: float | None
 ) -> None:
     log = log_of(tmp_path / "a.log", dict.fromkeys(range(1, 9), 8.0))
-    total = count_parameters(shape_of("debug")).total
-    log.write_text(GPU + MODEL.format(name, total) + PLAN.format(steps=8) + log.read_text())
-    assert math.isfinite(compared(log).sides[0].mfu_percent(causal=True)) == known
+    shape = shape_of("debug")
+    head = GPU.replace("NVIDIA H100 80GB HBM3", gpu) + MODEL.format(name, count_parameters(shape).total)
+    log.write_text(head + PLAN.format(steps=8) + log.read_text())
+    mfu_percent = compared(log).sides[0].mfu_percent(causal=True)
+    expected = 100 * 1000.0 * flops_per_token(shape, 8, causal=True) / peak if peak else math.nan
+    assert mfu_percent == pytest.approx(expected, nan_ok=True)
 
 
 def test_exported_speeds_of_zero(tmp_path: Path) -> None:
@@ -189,7 +170,7 @@ def test_no_step_in_common(tmp_path: Path) -> None:
 
 def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     """Two studies side by side: every arm of both, paired by seed with the first arm of the first."""
-    first, second = study_of(tmp_path, "s"), study_of(tmp_path, "t", dict.fromkeys(SEEDS, 0.5))
+    first, second = make_study(tmp_path), make_study(tmp_path, "t", dict.fromkeys(ENDS, 0.5))
     found = compared(first, second)
     assert [side.label for side in found.sides] == [
         "s: BF16 + standard all-to-all",
@@ -218,7 +199,7 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
 
 def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
     for steps in (10, 20):
-        for seed, end in SEEDS.items():
+        for seed, end in ENDS.items():
             experiment = Experiment(name=f"of{steps}", steps=steps, warmup_steps=1, seed=seed)
             make_run(tmp_path, experiment, [end - 0.01 * step for step in range(steps)])
     (one,) = compared(tmp_path / "of10", tmp_path / "of20").differences
@@ -227,16 +208,16 @@ def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path)
 
 
 def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
+    study = make_study(tmp_path)
     failed = Experiment(name="s", steps=STEPS, precision="mxfp8", seed=7)
-    make_run(tmp_path / "runs", failed, [9.0, 9.0], state=State.FAILED, reason="rank 1: ValueError: x")
+    make_run(tmp_path, failed, [9.0, 9.0], state=State.FAILED, reason="rank 1: ValueError: x")
     found = compared(study, EXAMPLE_LOGS[0])
     assert [run.seed for run in found.sides[1].runs] == [0, 1, 2, 3]
-    assert "MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged" in found.as_text()
-    (verdict,) = compared(study, study_of(tmp_path, "t")).differences[0:1]
+    assert "MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 20 steps logged" in found.as_text()
+    (verdict,) = compared(study, make_study(tmp_path, "t")).differences[0:1]
     assert verdict.verdict is not None
     assert verdict.verdict.excluded == (
-        "s: MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 40 steps logged",
+        "s: MXFP8 + standard all-to-all, seed 7: failed: rank 1: ValueError: x, 2 of 20 steps logged",
         "s: BF16 + standard all-to-all, seed 7: not run",
     )
 
@@ -244,12 +225,12 @@ def test_a_run_that_failed_is_named_and_not_averaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path, loss: float) -> None:
     """Its first steps are those of the reference, so whoever looked at them alone would call it equivalent."""
-    sound = study_of(tmp_path)
-    for seed, end in SEEDS.items():
-        losses = [*(end + 0.05 * (STEPS - 1.5 - step) for step in range(5)), loss]
+    sound = make_study(tmp_path)
+    for seed, end in ENDS.items():
+        losses = [*curve(end)[:5], loss]
         experiment = Experiment(name="t", steps=STEPS, seed=seed)
-        make_run(tmp_path / "runs", experiment, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
-    found = compared(sound, tmp_path / "runs" / "t")
+        make_run(tmp_path, experiment, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
+    found = compared(sound, tmp_path / "t")
     far = found.differences[-1]
     assert far.judged is not None
     assert (far.judged.answer, math.isnan(far.nats)) == (Answer.DIFFERENT, True)
@@ -268,13 +249,11 @@ def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -
     arms = [("bf16", "standard"), ("fp8", "standard"), ("bf16", "deepep"), ("mxfp8", "deepep"), ("mxfp8", "standard")]
     for precision, backend in arms:
         for seed, end in ends.items():
-            shift = (
-                worse[seed] if precision == "fp8" else 0.001 * rng.normal() if (precision, backend) != arms[0] else 0
+            near = 0.001 * rng.normal() * ((precision, backend) != arms[0])
+            fields = {"steps": 2, "warmup_steps": 1, "precision": precision, "ep_backend": backend, "seed": seed}
+            make_run(
+                tmp_path, Experiment(name="s", **fields), [end + (worse[seed] if precision == "fp8" else near)] * 2
             )
-            experiment = Experiment(
-                name="s", steps=2, warmup_steps=1, precision=precision, ep_backend=backend, seed=seed
-            )
-            make_run(tmp_path, experiment, [end + shift] * 2)
     study, options = tmp_path / "s", {"margin_nats": 0.0285}
     judged = judge_paths([study], **options)
     alone = {one.arm: one.answer for one in judged.verdicts}
@@ -312,12 +291,12 @@ def test_a_log_that_ended_before_its_planned_steps(tmp_path: Path) -> None:
 
 
 def test_every_study_below_a_path_has_its_arms(tmp_path: Path) -> None:
-    study_of(tmp_path, "s")
-    study_of(tmp_path, "t")
+    make_study(tmp_path)
+    make_study(tmp_path, "t")
     newer = Experiment(name="t", steps=STEPS, seed=0, lr=1e-4)
-    kept = make_run(tmp_path / "runs", newer, [5.0] * STEPS)
+    kept = make_run(tmp_path, newer, [5.0] * STEPS)
     kept.path.rename(kept.path.with_name("29990101T000000Z-aaaaaa"))
-    found = compared(tmp_path / "runs", EXAMPLE_LOGS[0])
+    found = compared(tmp_path, EXAMPLE_LOGS[0])
     assert [len(side.runs) for side in found.sides] == [4, 4, 4, 4, 1]
     words = "not the settings of this arm's judged runs: lr 0.0001 instead of 0.003"
     assert f"Note: left out: t: BF16 + standard all-to-all, seed 0: {words}" in found.as_text()
@@ -332,7 +311,7 @@ def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
         tmp_path / "x" / "loss.csv", {"Step": [1, 2, 3], "loss_metrics/global_avg_loss": [8.0, 7.5, 7.0]}
     )
     speed_alone = history(tmp_path / "y" / "speed.csv", {"_step": range(1, 10), "throughput(tps)": range(101, 110)})
-    unstarted = make_run(tmp_path / "runs", Experiment(name="u"), [], state=State.FAILED, reason="no space")
+    unstarted = make_run(tmp_path, Experiment(name="u"), [], state=State.FAILED, reason="no space")
     found = compared(loss_alone, speed_alone, unstarted.path, EXAMPLE_LOGS[0])
     data = json.loads(json.dumps(found.to_json(), allow_nan=False))
     assert data["sides"][0]["tps"] == {"median": None, "quartiles": [None, None], "n": 0}
@@ -353,14 +332,15 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
         "Not decided: mxfp8_emulated_on_h100 ends -0.0545 nats from bf16_on_h100 over steps 37 to 40."
     )
     assert what.startswith("debug on NVIDIA H100 80GB HBM3, EP 2, sequences of 2048 tokens, ")
-    logs = [log_of(tmp_path / f"{name}.log", {s: 8 - s / 99 for s in range(1, 41)}, tps=tps) for name, tps in RATES]
+    losses = {step: 8 - step / 99 for step in range(1, 41)}
+    logs = [log_of(tmp_path / f"{name}.log", losses, tps=tps) for name, tps in (("slow", 1000), ("fast", 1500))]
     faster, _, what = compared(*logs).summary.values()
     assert faster == "fast logged 1.5 times the tokens/s of slow."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
-
-
-RATES = (("slow", 1000), ("fast", 1500))
+    for log, gpu in zip(logs, ("H100", "B200"), strict=True):
+        log.write_text(GPU.replace("H100 80GB HBM3", gpu) + log.read_text())
+    assert compared(*logs).no_gain == {"fast": "hardware NVIDIA B200 against NVIDIA H100"}
 
 
 def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
@@ -434,7 +414,7 @@ def test_many_sides_keep_their_look_in_every_figure(tmp_path: Path) -> None:
 
 
 def test_what_differs_between_configurations(tmp_path: Path) -> None:
-    ours = study_of(tmp_path)
+    ours = make_study(tmp_path)
     found = compared(ours, *EXAMPLE_LOGS).to_json()["differing_settings"]
     assert found["precision"] == ["bf16", "mxfp8", None, None]
     assert found["mxfp8_kernels"] == ["auto", "auto", None, "emulated"]  # of two logs, one says so
@@ -519,7 +499,7 @@ def test_reading_a_log_takes_time_with_its_length(tmp_path: Path, unit: str, wid
 
 
 def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study, page = study_of(tmp_path), tmp_path / "c.html"
+    study, page = make_study(tmp_path), tmp_path / "c.html"
     assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["report"] == str(page)
@@ -529,13 +509,11 @@ def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pyte
     assert "python -m torch.distributed.run" in shown
     for word in (str(tmp_path), "/home/", "alice", "/tmp/"):
         assert word not in shown
-    assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--with-paths"]) == 0
-    assert "/home/alice/.venv/bin/python" in page.read_text()
 
 
 def test_a_compressed_log_that_was_cut_off_is_compared_by_what_it_has(tmp_path: Path) -> None:
     cut = tmp_path / "cut.log.gz"
     cut.write_bytes(EXAMPLE_LOGS[1].read_bytes()[:3000])
     (difference,) = compared(EXAMPLE_LOGS[0], cut).differences
-    assert 1 < len(difference.steps) < STEPS
+    assert 1 < len(difference.steps) < 40
     assert "cut ended at step" in difference.unfinished

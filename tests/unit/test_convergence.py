@@ -110,13 +110,6 @@ def test_one_seed_cannot_set_the_spread(n, far):
     assert trimmed_sd(with_outlier)[0] == pytest.approx(losses.std(ddof=1))
 
 
-def test_two_outlying_seeds_do_not_hide_each_other():
-    reference = {0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 3.63, 5: 8.0, 6: 8.1}
-    verdict = judge({seed: loss + 0.03 for seed, loss in reference.items()}, reference, **NAMES)
-    assert (verdict.answer, verdict.outlying_seeds) == (Answer.INSUFFICIENT, (6, 5))
-    assert verdict.margin_cap_nats == pytest.approx(0.01 * 3.628)
-
-
 @pytest.mark.parametrize("side", [1, -1])
 @pytest.mark.parametrize("n", [4, 5, 12])
 def test_a_seed_is_outlying_from_grubbs_critical_value_on(n, side):
@@ -230,18 +223,9 @@ def test_equivalent_is_stated_with_its_numbers():
     assert -verdict.margin_nats < verdict.interval.low < verdict.interval.high < verdict.margin_nats
     assert verdict.margin_nats == pytest.approx(FACTOR * lower_sd_limit(list(REFERENCE.values()), alpha=ALPHA / 2)[0])
     assert verdict.interval.level == pytest.approx(1 - ALPHA)
-    assert verdict.margin_cap_nats == pytest.approx(0.01 * 3.605)
     assert "lower 97.5 % confidence limit" in verdict.margin_source
-    sentence = verdict.sentence()
-    for part in (
-        "MXFP8 differs from BF16 (both standard all-to-all)",
-        "+0.0028 nats",
-        "95 % interval",
-        "(cap 0.0360)",
-        "n = 4 seeds",
-        ": equivalent.",
-    ):
-        assert part in sentence
+    words = r"MXFP8 .* BF16 \(both standard .*\) by \+0\.0028 nats.*95 % .*\(cap 0\.0360\), n = 4 seeds: equivalent\."
+    assert re.search(words, verdict.sentence())
 
 
 def test_unpaired_reference_seeds_count_for_the_spread_only():
@@ -270,7 +254,7 @@ def test_an_outlying_reference_seed_is_named_and_decides_nothing_until_it_is_dro
     verdict = judge(arm, reference, **NAMES)
     assert verdict.answer is Answer.INSUFFICIENT
     assert verdict.outlying_seeds == (4,)
-    assert verdict.margin_nats < 0.04
+    assert verdict.margin_nats < verdict.margin_cap_nats == pytest.approx(0.01 * 3.6275)
     assert verdict.sentence().startswith("Insufficient data: seed 4 of the reference BF16 lies apart")
     assert "--drop-seed 4" in verdict.sentence()
     dropped = judge(arm, reference, dropped_seeds=[4], **NAMES)
@@ -402,10 +386,7 @@ def test_answers(case):
     assert bool(verdict.settled_by) == (answer is OPEN and not verdict.decided_by)
 
 
-def test_the_tests_behind_an_answer():
-    assert judge(shifted(0.30, 0.31, 0.29, 0.30), REFERENCE, **NAMES).beyond_p < 0.025
-    assert judge(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, **NAMES).t_p < 0.001
-    assert math.isnan(judge(SAME, SAME, **NAMES).margin_nats)
+def test_differences_of_zero_are_no_evidence_of_one():
     given = judge(SAME, SAME, margin_nats=0.01, **NAMES)
     assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
 
@@ -430,20 +411,6 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     assert "BF16 has not learnt" not in learnt.sentence()
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"margin_nats": 0.0},
-        {"margin_nats": math.nan},
-        {"margin_cap_nats": 0.0},
-        {"margin_nats": 0.5, "margin_cap_nats": 0.02},
-    ],
-)
-def test_options_out_of_range(option):
-    with pytest.raises(BadInput, match=next(iter(option))):
-        judge(REFERENCE, REFERENCE, **NAMES, **option)
-
-
 def test_held_out_losses():
     losses = {("bf16_standard", seed): loss for seed, loss in REFERENCE.items()}
     losses |= {("mxfp8_standard", seed): loss for seed, loss in shifted(0.003, 0.005, 0.001, 0.004).items()}
@@ -453,24 +420,6 @@ def test_held_out_losses():
     (failed,) = compare_convergence(losses | {("mxfp8_standard", 2): math.nan}, reference="bf16_standard")
     assert failed.answer is Answer.DIFFERENT
     assert "1 of 4 seeds diverged" in failed.sentence()
-
-
-def test_a_chance_difference_among_many_arms_is_not_different():
-    rng = np.random.default_rng(0)
-    reference = {seed: 3.6 + 0.02 * rng.normal() for seed in range(6)}
-    worse = [0.030, 0.036, 0.028, 0.034, 0.029, 0.037]
-    losses = {("bf16_standard", seed): loss for seed, loss in reference.items()}
-    losses |= {("fp8_standard", seed): reference[seed] + shift for seed, shift in enumerate(worse)}
-    options = {"reference": "bf16_standard", "margin_nats": 0.0285}
-    (alone,) = compare_convergence(losses, **options)
-    assert alone.answer is Answer.DIFFERENT
-    for arm in ("mxfp8_standard", "mxfp8_deepep", "bf16_deepep", "fp8_deepep"):
-        far = 0.5 if arm == "fp8_deepep" else 0.0
-        losses |= {(arm, seed): loss + far + 0.001 * rng.normal() for seed, loss in reference.items()}
-    among = {one.arm: one for one in compare_convergence(losses, **options)}
-    assert among["fp8_standard"].answer is Answer.INSUFFICIENT
-    assert "not after Holm's correction for 5 arms" in among["fp8_standard"].sentence()
-    assert (among["mxfp8_deepep"].answer, among["fp8_deepep"].answer) == (Answer.EQUIVALENT, Answer.DIFFERENT)
 
 
 @pytest.mark.parametrize(
@@ -507,19 +456,8 @@ def study() -> pd.DataFrame:
 def test_final_loss_is_the_mean_of_the_last_tenth():
     final = final_losses(study())
     assert (final.first_step, final.last_step) == (73, 80)
-    assert final_losses(study(), final_fraction=1.0).first_step == 1
     assert final.of("bf16_standard") == pytest.approx(REFERENCE)
     assert final.excluded == ()
-
-
-def test_table_to_verdict():
-    (verdict,) = compare_convergence(final_losses(study()), reference="bf16_standard")
-    expected = judge(shifted(0.003, 0.005, 0.001, 0.004), REFERENCE, **NAMES)
-    assert verdict.steps == (73, 80)
-    assert verdict.answer is expected.answer
-    assert verdict.interval.low == pytest.approx(expected.interval.low)
-    assert verdict.margin_nats == pytest.approx(expected.margin_nats)
-    assert "steps 73 to 80" in verdict.sentence()
 
 
 def test_runs_without_a_final_loss_are_left_out_and_named():
@@ -531,10 +469,8 @@ def test_runs_without_a_final_loss_are_left_out_and_named():
         "bf16_standard, seed 1: 1 of 8 final steps are not in the log",
         "bf16_standard, seed 2: ended at step 40 of 80",
     )
-    assert (
-        "Left out: BF16, seed 1: 1 of 8 final steps are not in the log; BF16, seed 2: ended at step 40 of 80;"
-        in verdict.sentence()
-    )
+    assert "in the mean loss of steps 73 to 80" in verdict.sentence()
+    assert "Left out: BF16, seed 1: 1 of 8 final steps" in verdict.sentence()
 
 
 def test_a_final_loss_that_is_not_finite_is_a_divergence():
@@ -543,15 +479,6 @@ def test_a_final_loss_that_is_not_finite_is_a_divergence():
     (verdict,) = compare_convergence(final_losses(table.reset_index()), reference="bf16_standard")
     assert verdict.answer is Answer.DIFFERENT
     assert "seed 0: loss is not finite at step 78" in verdict.sentence()
-
-
-def test_seeds_without_a_table_count_as_what_became_of_them():
-    (verdict,) = compare_convergence(
-        final_losses(study()),
-        reference="bf16_standard",
-        diverged={("fp8_standard", seed): "loss is nan at step 3" for seed in range(4)},
-    )[:1]
-    assert (verdict.arm, verdict.answer) == ("fp8_standard", Answer.DIFFERENT)
 
 
 def test_the_newest_finished_run_of_a_seed_counts():
@@ -569,19 +496,17 @@ def test_the_newest_finished_run_of_a_seed_counts():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("call", "message"),
     [
-        ({"reference": "fp8_standard"}, "the arms are bf16_standard, mxfp8_standard"),
-        ({"reference": "bf16_standard", "arms": ["fp8_deepep"]}, "fp8_deepep"),
+        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=0.0), "margin_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=math.nan), "margin_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_cap_nats=0.0), "margin_cap_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=0.5, margin_cap_nats=0.02), "leave one of them out"),
+        (lambda: compare_convergence(final_losses(study()), reference="fp8"), "are bf16_standard, mxfp8_standard"),
+        (lambda: compare_convergence(final_losses(study()), reference="bf16_standard", arms=["fp8"]), "fp8"),
+        (lambda: final_losses(study().assign(loss=math.nan)), "no loss"),
     ],
 )
-def test_bad_input_says_what_is_valid(options, message):
+def test_bad_input_says_what_is_valid(call, message):
     with pytest.raises(BadInput, match=message):
-        compare_convergence(final_losses(study()), **options)
-
-
-def test_a_table_without_losses_is_refused_and_so_is_a_part_of_nothing():
-    with pytest.raises(BadInput, match="no loss"):
-        final_losses(study().assign(loss=math.nan))
-    with pytest.raises(BadInput, match="final_fraction"):
-        final_losses(study(), final_fraction=0.0)
+        call()

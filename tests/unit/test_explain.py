@@ -87,9 +87,7 @@ def test_the_measured_steps_are_explained(name: str) -> None:
 
 def test_a_measured_step_has_passes_layers_and_causes() -> None:
     found = explain([MEASURED / "trace_two_h200_full_standard.json.gz"])
-    assert all(row.get("optimizer", 0.0) == 0 for row in found.layers_ms.values()), (
-        "a name cut off in lambda is no LAMB"
-    )
+    assert not any(row["optimizer"] for row in found.layers_ms.values()), "a name cut off in lambda is no LAMB"
     experts = found.kernels_ms["expert GEMMs"]
     assert experts["recompute"] == pytest.approx(experts["forward"], rel=0.02), "checkpointed in full"
     assert experts["backward"] == pytest.approx(2 * experts["forward"], rel=0.02)
@@ -382,9 +380,8 @@ def collective(order: int, start: float, end: float) -> Event:
 
 def test_the_rank_that_waits_least_is_late(tmp_path: Path) -> None:
     write(tmp_path / "rank0_trace.json", [collective(1, 0, 50), collective(2, 100, 150)], distributedInfo={"rank": 0})
-    write(
-        tmp_path / "rank1_trace.json.gz", [collective(1, 40, 50), collective(2, 140, 150)], distributedInfo={"rank": 1}
-    )
+    late = [collective(1, 40, 50), collective(2, 140, 150)]
+    write(tmp_path / "rank1_trace.json.gz", late, distributedInfo={"rank": 1})
     found = explain([tmp_path])
     assert found.rank == 0
     assert {one.rank: one.waiting_ms for one in found.ranks} == {0: pytest.approx(0.08), 1: pytest.approx(0.0)}
@@ -461,11 +458,8 @@ def test_a_damaged_event_does_not_hide_the_others(tmp_path: Path) -> None:
 def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
     events = [kernel(GEMM, 0, 10), {"ph": "M", "name": "process_name"}, kernel(A2A, 20, 30)]
     (tmp_path / "list.json").write_text(json.dumps(events))
-    (tmp_path / "late_header.json").write_text(
-        json.dumps(
-            {"traceEvents": events, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}, separators=(",", ":")
-        )
-    )
+    late = {"traceEvents": events, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}
+    (tmp_path / "late_header.json").write_text(json.dumps(late, separators=(",", ":")))
     old = [event | {"cat": "Kernel"} for event in events if event["ph"] == "X"]  # PyTorch before 1.12
     (tmp_path / "old.json").write_text("\ufeff" + json.dumps({"traceEvents": old}), encoding="utf-8")
     for name in ("list", "late_header", "old"):
@@ -482,12 +476,9 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ("tables.json", b'{"StringIds": [{"id": 1, "value": "x"}]}', "Nsight"),
         ("lines.json", b'{"StringId": 1, "Value": "' + b"x" * 5000 + b'"}\n{"StringId": 2}', "Nsight"),
         (
-            "perfetto_trace.json.gz",
-            gzip.compress(
-                b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2, "name": "dot.1", "args": {"hlo_op": "dot"}}]}',
-                mtime=0,
-            ),
-            "a trace of JAX (XLA)",
+            "perfetto.json",
+            b'{"traceEvents": [{"ph": "X", "name": "dot.1", "args": {"hlo_op": "dot"}}]}',
+            "of JAX (XLA)",
         ),
         ("results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "a trace of AMD's rocprof"),
         ("host.xplane.pb", b"\x0a\x12", "a trace of JAX (XLA)"),
@@ -503,11 +494,7 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ("empty.json", b"", "not a Kineto trace"),
         ("none.json", b'{"traceEvents": []}', "no events"),
         ("other.json", b'{"nodes": [1, 2]}', "no events"),
-        (
-            "stacks.json",
-            b'{"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]}',
-            "no events of",
-        ),
+        ("stacks.json", b'[{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]', "no events of"),
     ],
 )
 def test_what_is_no_trace_is_named(
@@ -572,10 +559,8 @@ def test_names_of_folders_tell_ranks_and_steps(tmp_path: Path) -> None:
         write(tmp_path / "titan" / f"iteration_{iteration}" / f"rank{rank}_trace.json", step())
     found = explain([tmp_path / "titan" / "iteration_10"])
     assert [one.rank for one in found.ranks] == [0, 3]
-    shown = (
-        "iteration_10/rank0_trace.json and iteration_9/rank0_trace.json are both of rank 0: the first of them is shown"
-    )
-    assert shown in explain([tmp_path / "titan"]).notes
+    twice = "iteration_10/rank0_trace.json and iteration_9/rank0_trace.json are both of rank 0: the first"
+    assert any(note.startswith(twice) for note in explain([tmp_path / "titan"]).notes)
     write(tmp_path / "nemo" / "rank-1.json.gz", step())
     write(tmp_path / "daemon" / "libkineto_activities_71.json", step())
     (tmp_path / "unnamed").write_bytes((tmp_path / "nemo" / "rank-1.json.gz").read_bytes())
@@ -596,9 +581,7 @@ def test_a_collective_without_a_call_is_that_of_the_annotation_that_it_runs_unde
 
 
 def test_kernels_of_a_graph_have_its_gaps_and_no_pass(tmp_path: Path) -> None:
-    nodes = [
-        kernel(GEMM, 10 + 10 * n, 19 + 10 * n, call=1, **{"graph id": 3, "graph node id": 1000 + n}) for n in range(6)
-    ]
+    nodes = [kernel(GEMM, 10 + 10 * n, 19 + 10 * n, call=1, **{"graph id": 3}) for n in range(6)]
     found = explained(tmp_path, [op("aten::mm", 0, 9), launch(1, 1, name="cudaGraphLaunch"), *nodes])
     assert parts_us(found) == {"other GEMMs": 54, "idle: gaps of a graph": 5}
     assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.054)

@@ -12,6 +12,7 @@ from figure_support import title
 from run_support import ENVIRONMENT, make_run
 
 from moelab.analysis.verdict import Answer
+from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
@@ -24,6 +25,7 @@ from moelab.study_report import judge_paths, judge_study, provenance, report_fig
 STEPS = 8
 SEEDS = range(5)
 H100 = [{"name": "NVIDIA H100", "capability": 9.0, "driver": "570.1", "memory_mib": 81559}] * 2
+ON_H100 = {"gpus": H100, "git_commit": "1111111"}
 B200 = [{"name": "NVIDIA B200", "capability": 10.0, "driver": "570.1", "memory_mib": 183359}] * 2
 
 
@@ -66,6 +68,7 @@ def test_one_run_of_another_learning_rate_does_not_make_the_others_vanish(
     assert (verdict.answer, verdict.n_seeds) == (Answer.EQUIVALENT, 5)
     told = judged.to_json()
     assert (told["finished"], told["judged"], len(told["runs"])) == (11, 10, 11)
+    assert "\n11 of 11 runs finished, 10 of them judged\n" in judged.as_text()
     (left_out,) = (row for row in told["runs"] if not row["used"])
     assert (left_out["run"].rsplit("/", 1)[-1], left_out["status"], left_out["seed"]) == (stamp, "completed", 0)
     assert "lr 0.002 instead of 0.003" in left_out["reason"]
@@ -121,6 +124,15 @@ def test_a_field_that_makes_an_arm_is_no_other_setting(tmp_path: Path) -> None:
     assert [side.arm for side in judged.sides] == ["bf16_standard", "bf16_standard_compile-loss"]
     assert len(judged.gains) == 1
     assert not any("differ" in note for note in judged.notes)
+
+
+def test_what_an_arm_must_have_learnt_is_of_the_tokens_that_there_are_and_its_warm_up_is_told(tmp_path: Path) -> None:
+    for seed in range(3):
+        for precision in ("bf16", "mxfp8"):
+            run_of(tmp_path, precision, seed, shift=3.0, fields={"model": "16B", "warmup_steps": STEPS})
+    (verdict,) = judge_study(tmp_path / "s").verdicts
+    assert verdict.answer is Answer.NOT_TRAINED  # at 7 nats: 16B has rows for ln 102,400 = 11.5, the tokenizer ln 2048
+    assert "ended inside its warm-up (step 8 of 8)" in verdict.sentence()
 
 
 def test_a_seed_that_diverged_is_a_finding(tmp_path: Path) -> None:
@@ -280,7 +292,7 @@ def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return study_of(tmp_path_factory.mktemp("h100"), lambda precision, seed: {"gpus": H100})
+    return study_of(tmp_path_factory.mktemp("h100"), lambda precision, seed: ON_H100)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +307,7 @@ def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (packages(torchao="0.17.0"), "torchao 0.17.0 against 0.18.0", True),
         (packages(torchtitan="0.2.0"), "torchtitan 0.2.0 against 0.3.0", True),
         ({"moelab": "0.2.0"}, "moelab 0.2.0 against 0.1.0", True),
+        ({"git_commit": "2222222"}, None, True),
         (packages(triton="3.3", **{"nvidia-nccl-cu13": "2.30"}), None, False),  # the other record does not speak of it
     ],
 )
@@ -302,7 +315,7 @@ def test_what_a_gain_and_a_loss_depend_on(
     on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
     for run in on_h100.glob("mxfp8_standard/*/*"):
-        write_json(run / "environment.json", ENVIRONMENT | {"gpus": H100} | other)
+        write_json(run / "environment.json", ENVIRONMENT | ON_H100 | other)
     judged = judge_study(on_h100)
     assert judged.no_gain.get("MXFP8 + standard all-to-all") == words
     assert bool(judged.gains) == (words is None)
@@ -319,6 +332,8 @@ def test_one_run_on_another_machine_is_counted_apart(tmp_path: Path) -> None:
     assert provenance(judged)["Hardware"] == "2 × NVIDIA H100"
     found = judge_paths([study, study / "bf16_standard"])
     assert found.sides[0].settings.values["torch"] == "2.14.0 in 4 runs, 2.13.0 in 1 run"
+    beside_a_log = judge_paths([study, EXAMPLE_LOGS[0]]).no_gain["bf16_on_h100"]
+    assert "the runs of BF16 + standard all-to-all are not on like machines" in beside_a_log
 
 
 def test_a_run_that_went_on_elsewhere_or_whose_machine_is_unknown_is_not_in_the_gain(tmp_path: Path) -> None:
