@@ -290,12 +290,6 @@ def test_intervals_hold_their_value_and_671b_breaks_even_before_16b() -> None:
     assert rows_text(estimate(fit_b200(), lambda rates: math.inf)) == "never [never, never]"
 
 
-def test_rows_of_the_published_layouts() -> None:
-    large, small = published_work()
-    assert (large.case.m, large.case.n, large.case.k, large.case.groups) == (8192 * 8 // 2, 2048, 7168, 256 // 32)
-    assert (small.case.m, small.case.n, small.case.k, small.case.groups) == (16 * 8192 * 6, 1408, 2048, 64 // 32)
-
-
 @pytest.mark.parametrize("degrees", [{"ep": 3}, {"tp": 0}, {"ep": 0}])
 def test_a_layout_that_is_none(degrees: dict[str, int]) -> None:
     with pytest.raises(BadInput, match="ep a divisor of 64"):

@@ -68,10 +68,8 @@ def test_grouped_queries_count_as_torchtitans_gpt_oss_but_for_biases_and_sinks()
 
     with torch.device("meta"):
         module = model_registry("20b").model.build()
-    weights = {
-        name: one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name
-    }
-    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights.values())
+    weights = (one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name)
+    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights)
 
 
 CONFIG = MODELS["Qwen3-30B-A3B"]["config"]
@@ -86,10 +84,7 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"hidden_size": None}, "it lacks hidden_size or dim"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: dense layers"),
         ({"mlp_only_layers": [1]}, "valid: dense layers first"),
-        (
-            {"layer_types": ["linear_attention", "full_attention"] * 24},
-            r"another kind of attention \(linear_attention\)",
-        ),
+        ({"layer_types": ["linear_attention", "full_attention"] * 24}, r"kind of attention \(linear_attention\)"),
         ({"attn_type_list": [0] * 47 + [1]}, "attn_type_list has 0"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
         ({"linear_num_key_heads": 16}, "linear_num_key_heads 16: not known"),
@@ -148,6 +143,12 @@ def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> 
     assert "other modalities (vision_config)" in found.left
 
 
+def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:
+    """Transformers' DeepSeek-V2 does not look at ``n_group`` then."""
+    (tmp_path / "config.json").write_text(json.dumps(V3 | {"topk_method": "greedy"}))
+    assert read_model(str(tmp_path)).shape == {"expert_groups": 1, "limited_groups": 1}
+
+
 def test_shared_experts_by_their_width(tmp_path: Path) -> None:
     """Ling names the width of one of its shared experts, Qwen that of its only one."""
     for keys, expected in (
@@ -184,21 +185,16 @@ def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[s
     fields = ["gpus_per_node=8", "ep=8", "seq_len=4096", "hardware=b200_node", "activation_checkpoint=full"]
     arguments = ["plan", "--from-hf", "Qwen3-30B-A3B", *(part for one in fields for part in ("--set", one))]
     assert main([*arguments, "--write", str(written)]) == 0
-    text = capsys.readouterr().out
-    assert "30.53 G parameters, 3.353 G active" in text
+    text = " ".join(capsys.readouterr().out.split())
     assert "model taken from Qwen3-30B-A3B; everything else as in model=16B" in text
-    assert "planned and projected, and not trained" in " ".join(text.split())
+    assert "planned and projected, and not trained" in text
     assert "torchrun" not in text
-    assert count_parameters(shape_for(read_experiment(written))) == count_parameters(shape_from("Qwen3-30B-A3B"))
-
+    assert shape_for(read_experiment(written)) == shape_from("Qwen3-30B-A3B")
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["legal"]
-    assert answer["fits"]
+    assert (answer["legal"], answer["fits"]) == (True, True)
     assert answer["parameters"] == {"total": 30_532_122_624, "active": 3_353_032_704}
     assert "num_key_value_heads" in answer["from_hf"]["taken"]
-    assert main(["project", str(written), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tps"] > 0
 
 
 def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
