@@ -117,14 +117,6 @@ def test_chunks_are_torchs(size: int, pieces: int) -> None:
     assert max(sizes) == -(-size // pieces)
 
 
-def test_the_published_layout_fits_a_b200_and_not_an_h100() -> None:
-    layout = layout_of(PUBLISHED)
-    assert estimate(PUBLISHED, layout, B200).fits
-    on_h100 = estimate(PUBLISHED, layout, H100)
-    assert not on_h100.fits
-    assert "gathered gradients" in on_h100.dominant
-
-
 def test_exact_parts_of_the_published_layout() -> None:
     layout = layout_of(PUBLISHED)
     found = estimate(PUBLISHED, layout, B200)
