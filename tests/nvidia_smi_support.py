@@ -1,8 +1,9 @@
-"""Stand-ins for nvidia-smi: programs of that name, first on PATH, that answer as real ones were seen to."""
+"""Made-up machines: files in a folder, and an nvidia-smi, first on PATH, that answers as real ones were seen to."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ from moelab.machine import gpu_listing
 B200 = "NVIDIA B200, 10.0, 580.95.05, 183359"
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 570.1, 81559"
 MISMATCH = "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95"
+
+
+def with_files(root: Path, files: Mapping[str, str]) -> Path:
+    """Write files by their path below a folder."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
 
 
 def forget() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import textwrap
 from pathlib import Path
@@ -75,13 +76,10 @@ def test_a_loss_that_is_not_finite_is_a_failure_whatever_the_status_says(
     assert json.loads(json.dumps(one.to_json(), allow_nan=False))["rows"][4]["loss"] is None
 
 
-def test_the_launchers_own_reason_is_kept(tmp_path: Path) -> None:
+def test_the_launchers_own_reason_is_kept_and_only_a_whole_run_is_finished(tmp_path: Path) -> None:
     reason = "rank 3: RuntimeError: Loss is not finite"
     run = make_run(tmp_path, EXPERIMENT, [8.0, math.nan], state=State.FAILED, reason=reason)
     assert collect_run(run).status.reason == reason
-
-
-def test_a_run_that_ended_early_is_not_finished(tmp_path: Path) -> None:
     assert not collect_run(make_run(tmp_path, EXPERIMENT, LOSSES[:4])).finished
     assert not collect_run(make_run(tmp_path, EXPERIMENT, LOSSES, state=State.CANCELLED)).finished
 
@@ -102,8 +100,7 @@ def test_what_multiplies_in_mxfp8_over_pipeline_stages(tmp_path: Path) -> None:
     folder = run.path / "launch" / "converted"
     (folder / "rank4.json").write_text('{"kernels": "emulated", "modules": ["layers.9"]}')
     (folder / "rank8.json").write_text('{"kernels": "emulated", "mod')  # killed while it wrote
-    found = converted_modules(run)
-    assert found == {"kernels": "emulated", "modules": ["layers.1.moe.experts", "layers.9"]}
+    assert converted_modules(run) == {"kernels": "emulated", "modules": ["layers.1.moe.experts", "layers.9"]}
     (folder / "rank0.json").write_text('{"kernels": "emulated", "modules": []}')
     (folder / "rank4.json").unlink()
     assert converted_modules(run) is None
@@ -148,7 +145,6 @@ def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: P
     assert one.run.endswith(diverged)  # what was cancelled later does not undo it
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED])
 @pytest.mark.parametrize(
     ("reason", "stopped_for_its_loss"),
     [
@@ -166,11 +162,10 @@ def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: P
         ("no space left on device", False),
     ],
 )
-def test_a_run_that_was_stopped_for_its_loss_diverged(
-    tmp_path: Path, reason: str, stopped_for_its_loss: bool, state: State
-) -> None:
-    run = make_run(tmp_path, EXPERIMENT, LOSSES[:2], state=state, reason=reason)
-    assert (collect_run(run).diverged is not None) is stopped_for_its_loss
+def test_a_run_that_was_stopped_for_its_loss_diverged(tmp_path: Path, reason: str, stopped_for_its_loss: bool) -> None:
+    for state in (State.FAILED, State.CANCELLED):
+        run = make_run(tmp_path, EXPERIMENT, LOSSES[:2], state=state, reason=reason)
+        assert (collect_run(run).diverged is not None) is stopped_for_its_loss
 
 
 # From elsewhere
@@ -178,13 +173,10 @@ def test_a_run_that_was_stopped_for_its_loss_diverged(
 
 def test_a_tensorboard_folder_or_one_of_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "events"
-    writer = SummaryWriter(str(folder))
-    writer.add_scalar("loss_metrics/global_avg_loss", 7.0, 1)
-    writer.close()
-    (file,) = folder.iterdir()
-    for path in (folder, file):
-        (one,) = collect(path)
-        assert one.rows["loss"].tolist() == [7.0]
+    with SummaryWriter(str(folder)) as writer:
+        writer.add_scalar("loss_metrics/global_avg_loss", 7.0, 1)
+    for path in (folder, *folder.iterdir()):
+        assert [one.rows["loss"].tolist() for one in collect(path)] == [[7.0]]
     assert collect(folder)[0].run == "events"
 
 
@@ -193,6 +185,8 @@ def test_a_folder_with_a_log_whose_lines_someone_wrapped(tmp_path: Path) -> None
     lines = "".join(step_line(step, loss) for step, loss in enumerate(LOSSES[:4], 1)).splitlines()
     log.write_text("\n".join(part for line in lines for part in textwrap.wrap(line, 60)))
     (tmp_path / "dmesg.log").write_text("[ 12.5] nothing to see\n")
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.log")
     assert collect(tmp_path)[0].rows["loss"].tolist() == collect(log)[0].rows["loss"].tolist() == LOSSES[:4]
 
 
@@ -204,9 +198,12 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
         "two - loss_metrics/global_avg_loss": ["8.0", "NaN"],
         "two - validation_metrics/loss": ["9.0", ""],
     }
-    pd.DataFrame(columns).to_csv(tmp_path / "chart.csv", index=False)
-    one, two = collect(tmp_path / "chart.csv")
-    assert [run.run for run in collect(tmp_path)] == ["one", "two"]
+    pd.DataFrame(columns).to_csv(tmp_path / "chart.csv.gz", index=False)
+    one, two = collect(tmp_path / "chart.csv.gz")
+    (tmp_path / "people.csv").write_text("name,phone\nx,1\n")
+    of_folder = collect(tmp_path)
+    assert [run.run for run in of_folder] == ["one", "two"]
+    assert all("people.csv" in run.notes[-1] for run in of_folder)
     assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
     assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
     assert two.diverged == "loss is nan at step 90 (segment 0)"

@@ -16,6 +16,7 @@ from run_support import ENVIRONMENT, make_run
 
 from moelab.cli import main
 from moelab.experiment import Experiment
+from moelab.machine import environment
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import Environment, read_side_files
@@ -28,14 +29,14 @@ DISPATCHER = {"dispatcher": "AllToAllTokenDispatcher", "alignment": 16}
 
 def wrong_types(content: bytes) -> bytes:
     """The same JSON with each value of another type."""
-    found = json.loads(content)
-    return json.dumps({name: [1.5] if isinstance(value, str | int) else "?" for name, value in found.items()}).encode()
+    held = json.loads(content)
+    return json.dumps({name: [1.5] if isinstance(value, str | int) else "?" for name, value in held.items()}).encode()
 
 
 def with_nan(content: bytes) -> bytes:
     """The same JSON with a NaN in place of its first value."""
-    found = json.loads(content)
-    return json.dumps({**found, next(iter(found)): float("nan")}).encode()
+    held = json.loads(content)
+    return json.dumps({**held, next(iter(held)): float("nan")}).encode()
 
 
 CONTENT: dict[str, Callable[[bytes], bytes]] = {
@@ -51,20 +52,10 @@ CONTENT: dict[str, Callable[[bytes], bytes]] = {
     "NaN": with_nan,
 }
 PLACES = ("missing", "folder", "unreadable", "dangling link", "link to itself")
-JSON_FILES = (
-    "environment.json",
-    "launch/converted/rank0.json",
-    "launch/dispatcher.json",
-    "status.json",
-    "results.json",
-)
-OTHER_FILES = (
-    "launch/command.sh",
-    "logs/train.log",
-    "metrics.parquet",
-    "experiment.yaml",
-    "tb/events.out.tfevents.1.x",
-)
+RECORDED = ("launch/converted/rank0.json", "launch/dispatcher.json")
+JSON_FILES = ("environment.json", *RECORDED, "status.json", "results.json")
+EVENTS = "tb/events.out.tfevents.1.x"
+OTHER_FILES = ("launch/command.sh", "logs/train.log", "metrics.parquet", "experiment.yaml", EVENTS)
 DAMAGES = (*CONTENT, *PLACES)
 
 
@@ -88,7 +79,7 @@ def run_of(runs: Path, precision: str, seed: int) -> RunDir:
     experiment = Experiment(name="s", steps=STEPS, warmup_steps=1, precision=precision, seed=seed)
     run = make_run(runs, experiment, losses, tps=1000.0 if precision == "bf16" else 900.0)
     (run.path / "launch" / "dispatcher.json").write_text(json.dumps(DISPATCHER))
-    for name in ("results.json", "metrics.parquet", "tb/events.out.tfevents.1.x"):
+    for name in ("results.json", "metrics.parquet", EVENTS):
         (run.path / name).write_text(json.dumps({"steps": STEPS}))
     return run
 
@@ -210,11 +201,9 @@ def test_an_environment_is_known_or_unknown_and_says_which(
 
 
 def test_what_a_launcher_writes_is_read() -> None:
-    from moelab.machine import environment
-
-    found = Environment.model_validate_json(json.dumps(environment(nodes=2)))
-    assert found.machine.endswith("on each of 2 hosts")
-    assert found.versions["torch"]
+    written = Environment.model_validate_json(json.dumps(environment(nodes=2)))
+    assert written.machine.endswith("on each of 2 hosts")
+    assert written.versions["torch"]
 
 
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def finding(name: str) -> Finding:
 
 
 VGPU, GB10 = "GRID A100X-40C, [N/A], 535.104.05, 40960", "NVIDIA GB10, 12.1, 580.95.05, [N/A]"
+OF_B200 = "NVIDIA B200, SM100, driver 580.95.05"
 UNKNOWN = "the peak rates of {} are unknown: no MFU, no projection"
 SEVERAL = "a run on several kinds of GPU is as slow as the slowest; choose one with CUDA_VISIBLE_DEVICES"
 
@@ -44,12 +45,8 @@ SEVERAL = "a run on several kinds of GPU is as slow as the slowest; choose one w
 @pytest.mark.parametrize(
     ("rows", "found", "advice"),
     [
-        ([B200] * 2, "2 × NVIDIA B200, SM100, driver 580.95.05", ""),
-        (
-            [H100, B200],
-            "1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × NVIDIA B200, SM100, driver 580.95.05",
-            SEVERAL,
-        ),
+        ([B200] * 2, f"2 × {OF_B200}", ""),
+        ([H100, B200], f"1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × {OF_B200}", SEVERAL),
         ([VGPU], "1 × GRID A100X-40C, of unknown SM version, driver 535.104.05", UNKNOWN.format("GRID A100X-40C")),
         ([GB10], "1 × NVIDIA GB10, SM121, driver 580.95.05", UNKNOWN.format("NVIDIA GB10")),
     ],

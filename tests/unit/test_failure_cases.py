@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import pickle
+import time
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moelab.errors import BadInput
 from moelab.runs import failure
 from moelab.runs.collect import collect
 from moelab.runs.status import State
@@ -46,12 +49,8 @@ def raised(
     error: str, *, prefix: str = "", frame: str = f"{LIB}/torchtitan/train.py", source: str = "self.step()"
 ) -> str:
     """A traceback as Python prints it, each line with a prefix."""
-    lines = [
-        "Traceback (most recent call last):",
-        f'  File "{frame}", line 12, in train',
-        f"    {source}",
-        *error.split("\n"),
-    ]
+    place = [f'  File "{frame}", line 12, in train', f"    {source}"]
+    lines = ["Traceback (most recent call last):", *place, *error.split("\n")]
     return "".join(f"{prefix}{line}\n" for line in lines)
 
 
@@ -307,6 +306,21 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 0: pydantic_core._pydantic_core.ValidationError: 1 validation error for Job lr Input should be a valid number", []),
     ("verl 2398: an exception that Ray reports", {"train.log": "(W pid=1) [2025-07-13 00:15:22,359 E 1 1962889] logging.cc:112: Unhandled exception: N3c105ErrorE. what(): CUDA error: an illegal memory access was encountered\n"},
      "CUDA error: an illegal memory access was encountered", []),
+    ("a thread's exception and one at Python's end are no causes",
+     {"r0/stderr": raised("ValueError: mine") + "Exception in thread Thread-1:\n" + raised("ConnectionResetError: reset")
+      + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")}, "rank 0: ValueError: mine", []),
+    ("the first paragraph of a message", {"r1/stderr": raised("ValueError: first\nsecond line\n\nthird line")}, "rank 1: ValueError: first", []),
+    ("lines of a logger beside it", {"r0/stderr": "W1128 import.py: UserWarning: an Error: nothing\nRuntimeError: only a message of a logger\n"
+      + raised("moelab.errors.BadInput: unknown field 'x'") + "some more output\nValueError: not an exception either\n"},
+     "rank 0: moelab.errors.BadInput: unknown field 'x'", []),
+    ("an endless message", {"r0/error": recorded("ValueError: " + "x" * 10_000)}, "rank 0: ValueError: xxx", []),
+    ("an older torch writes the message alone", {"r0/error": '{"message": "it broke"}'}, "rank 0: it broke", []),
+    ("words that nobody has seen yet", {"r0/error": recorded("RuntimeError: some words of a communication library"), "train.log": summary((1, -9), (0, 1))},
+     "rank 1: killed by SIGKILL (often the system running out of memory)", []),
+    ("ranks that torchrun ended", {"r1/error": recorded("ValueError: mine"), "train.log": summary((0, -15), (1, 1))}, "rank 1: ValueError: mine", []),
+    ("one that torchrun had to kill", {"r1/error": recorded("ValueError: mine"), "train.log":
+      "W1128 api.py:1049] Unable to shutdown process 3608000 via 15, forcefully exiting via 9\n" + summary((0, -9), (1, 1))}, "rank 1: ValueError: mine", []),
+    ("an abort says more than a lost peer", {"r1/error": recorded(GLOO), "train.log": summary((0, -6), (1, 1))}, "rank 0: killed by SIGABRT", []),
     # --- at the start ---
     ("the store cannot be reached", {"train.log": chained(raised("torch.distributed.DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (10.0.0.1, 29500)."),
                                                         raised("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed. See inner exception for details."))},
@@ -343,6 +357,7 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
     ("other ranks go on for two steps", {"train.log": steps(1) + raised("ValueError: mine", prefix="[rank1]: ") + steps(2, 3)}, "rank 1: ValueError: mine", []),
     ("a code that is no signal's", {"train.log": summary((3, 255))}, "rank 3: ended with exit code 255", []),
+    ("a signal without a name", {"train.log": summary((3, -40))}, "rank 3: killed by signal 40", []),
     ("a shell's code of a signal", {"train.log": summary((3, 137))}, "rank 3: killed by SIGKILL", []),
     ("ranks that srun starts itself", {"slurm-8.out": "srun: error: gpu-7: task 5: Segmentation fault (core dumped)\nsrun: error: gpu-8: tasks 8-15: Terminated\n"}, "task 5 on gpu-7: Segmentation fault (core dumped)", []),
 ]  # fmt: skip
@@ -350,10 +365,10 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
 
 @pytest.mark.parametrize(("files", "begins", "holds"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_the_cause(tmp_path: Path, files: dict[str, str], begins: str, holds: list[str]) -> None:
-    found = reason(left(tmp_path, files))
-    assert found.startswith(begins), found
+    cause = reason(left(tmp_path, files))
+    assert cause.startswith(begins), cause
     for part in holds:
-        assert part.lower() in found.lower(), found
+        assert part.lower() in cause.lower(), cause
 
 
 @pytest.mark.parametrize(
@@ -376,24 +391,86 @@ def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]
 
 
 def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
-    left(
-        tmp_path,
-        {
-            "r0/error": recorded("ValueError: of the first"),
-            "logs/none_x/attempt_1/0/stderr.log": raised("ValueError: of the second"),
-        },
-    )
+    second = "logs/none_x/attempt_1/0/stderr.log"
+    left(tmp_path, {"r0/error": recorded("ValueError: of the first"), second: raised("ValueError: of the second")})
     assert reason(tmp_path) == "rank 0: ValueError: of the second"
 
 
+def test_torch_writes_error_files_as_the_tests_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    left(tmp_path, {"r3/stdout": ""})
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "logs/none_x/attempt_0/3/error.json"))
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        ErrorHandler().record_exception(error)
+    assert reason(tmp_path).startswith("rank 3: KeyError: 'x' (unit/test_failure_cases.py:")
+    assert reason(tmp_path).endswith('raise KeyError("x"))')
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        GLOO,
+        "RuntimeError: Connection reset by peer",
+        "torch.distributed.DistNetworkError: The client socket has timed out after 600000ms",
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited",
+        "RuntimeError: Application timeout caused pair closure",
+        "RuntimeError: Timed out waiting 1800000ms for recv operation to complete",
+        "BrokenPipeError: [Errno 32] Broken pipe",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "RuntimeError: NCCL communicator was aborted on rank 0",
+        "RuntimeError: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)",
+    ],
+)
+def test_a_lost_peer_is_a_consequence(tmp_path: Path, noise: str) -> None:
+    left(tmp_path, {"r0/error": recorded(noise, time=1)})
+    assert reason(tmp_path).startswith(f"rank 0: {noise[:20]}")  # for want of a better one
+    left(tmp_path, {"r1/error": recorded("torch.OutOfMemoryError: CUDA out of memory.", time=2)})
+    assert reason(tmp_path) == "rank 1: torch.OutOfMemoryError: CUDA out of memory."
+
+
+def test_the_earlier_of_two_causes_and_the_lower_rank_in_a_tie(tmp_path: Path) -> None:
+    left(
+        tmp_path, {"r10/error": recorded("ValueError: ten", time=50), "r2/error": recorded("ValueError: two", time=51)}
+    )
+    assert reason(tmp_path) == "rank 10: ValueError: ten"
+    left(tmp_path, {"r2/error": recorded("ValueError: two", time=50), "r1/stderr": raised("ValueError: one")})
+    assert reason(tmp_path) == "rank 2: ValueError: two"
+    os.utime(tmp_path / "logs/none_x/attempt_0/1/stderr.log", (50.9, 50.9))  # of whole seconds the same
+    assert reason(tmp_path) == "rank 1: ValueError: one"
+    left(tmp_path, {"train.log": summary((2, 1), (1, 1), (10, 1))})
+    assert reason(tmp_path) == "rank 10: ValueError: ten"  # as torchrun saw them
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "3", "null", "{}", '{"message": {}}', '{"message": {"extraInfo": {}}}', '{"message": 5}',
+     '{"message": {"message": "x", "extraInfo": {"timestamp": "soon"}}}', "\udcff"],
+)  # fmt: skip
+def test_a_torn_error_file_falls_back_to_standard_error(tmp_path: Path, content: str) -> None:
+    left(tmp_path, {"r0/stderr": raised("OSError: [Errno 28] No space left on device")})
+    (tmp_path / "logs/none_x/attempt_0/0/error.json").write_text(content, errors="surrogateescape")
+    assert reason(tmp_path) == "rank 0: OSError: [Errno 28] No space left on device"
+
+
+def test_a_huge_standard_error_and_a_huge_log_are_read_from_their_end(tmp_path: Path) -> None:
+    left(tmp_path / "logs", {"r0/stderr": ""})
+    for file in (*tmp_path.glob("logs/**/stderr.log"), tmp_path / "train.log"):
+        with file.open("wb") as stream:
+            stream.write(raised("ValueError: long ago").encode())
+            stream.truncate(40 * 2**30)  # sparse: 40 GiB that would not fit in memory
+            stream.seek(0, os.SEEK_END)
+            stream.write(b"\n" + b"noise \xff\n" * 1000 + raised("ValueError: the cause").encode())
+    assert str(failure.cause(tmp_path / "logs", "")) == "rank 0: ValueError: the cause"
+    assert str(failure.cause(None, failure.tail(file))) == "ValueError: the cause"
+
+
 def test_a_line_of_megabytes_takes_no_longer_than_its_beginning() -> None:
-    import time
-
-    from moelab.runs.failure import cause
-
     begun = time.process_time()
-    found = cause(None, "x" * 3_000_000 + " segfault at python corrupt\n" + raised("ValueError: mine"))
-    assert str(found) == "ValueError: mine"
+    cause = failure.cause(None, "x" * 3_000_000 + " segfault at python corrupt\n" + raised("ValueError: mine"))
+    assert str(cause) == "ValueError: mine"
     assert time.process_time() - begun < 5
 
 
@@ -439,27 +516,19 @@ def test_the_rank_that_did_not_enter_a_collective(tmp_path: Path, as_json: bool)
 
 def test_ranks_that_entered_different_collectives(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
-    write_dumps(
-        tmp_path / "t",
-        dump(0, DONE, WAITING),
-        dump(1, DONE, (216, "_allgather_base", "scheduled")),
-        dump(2, DONE, WAITING),
-        dump(3, DONE, WAITING),
-    )
-    assert (
-        reason(tmp_path)
-        == "ranks disagree on collective number 216 of group ep: all_to_all: ranks 0, 2-3; _allgather_base: rank 1"
-    )
+    other = dump(1, DONE, (216, "_allgather_base", "scheduled"))
+    write_dumps(tmp_path / "t", *(other if rank == 1 else dump(rank, DONE, WAITING) for rank in range(4)))
+    words = "all_to_all: ranks 0, 2-3; _allgather_base: rank 1"
+    assert reason(tmp_path) == f"ranks disagree on collective number 216 of group ep: {words}"
 
 
 def test_a_rank_without_a_dump_and_one_that_nobody_can_read(tmp_path: Path) -> None:
     left(tmp_path, {"r0/stderr": watchdog(0)})
     write_dumps(tmp_path / "t", *(dump(rank, DONE, WAITING) for rank in range(3)))
-    assert reason(tmp_path).startswith(
-        "rank 3: left no flight-recorder dump, and may not have entered all_to_all, number 216"
-    )
+    words = "rank 3: left no flight-recorder dump, and may not have entered all_to_all, number 216"
+    assert reason(tmp_path).startswith(words)
     (tmp_path / "t" / "rank_3").write_bytes(pickle.dumps(dump(3, DONE))[:-20])
-    assert reason(tmp_path).startswith("rank 3: left no flight-recorder dump")
+    assert reason(tmp_path).startswith(words)
 
 
 def test_groups_of_one_name_on_other_ranks_are_apart(tmp_path: Path) -> None:
@@ -492,8 +561,6 @@ def test_torchs_own_dump_is_read(tmp_path: Path) -> None:
 def test_a_dump_calls_nothing(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
-            import os
-
             return os.system, (f"touch {tmp_path}/called",)
 
     left(tmp_path, {"r0/stderr": watchdog(0)})
@@ -529,8 +596,6 @@ def test_a_log_beside_events_tells_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp_path: Path) -> None:
-    from moelab.errors import BadInput
-
     left(tmp_path, {"train.log": steps(1, 2, 3), "slurm-1.out": "module load cuda\n" + steps(1, 2)})
     (run,) = collect(tmp_path)
     assert len(run.rows) == 3
@@ -540,8 +605,6 @@ def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp
 
 
 def test_a_folder_of_logs_without_steps_or_failure_names_them(tmp_path: Path) -> None:
-    from moelab.errors import BadInput
-
     left(tmp_path, {"train.log": "starting\n"})
     with pytest.raises(BadInput, match=r"train\.log"):
         collect(tmp_path)

@@ -140,15 +140,14 @@ def test_lines_without_a_rank_make_rows_but_no_rank(tmp_path: Path) -> None:
 # Incremental reading
 
 
-def seen(follower: StudyFollower) -> tuple[Any, ...]:
-    """All that a follower knows, comparable."""
-    one = follower.runs[0]
-    table = one.rank_table
+def seen(follower: StudyFollower) -> str:
+    """All that a follower knows."""
+    one, table = follower.runs[0], follower.runs[0].rank_table
     arrays = (table.steps, table.step_time_s.round(6), table.memory_gib)
-    return one.rows.to_json(), [array.tolist() for array in arrays], one.tail, one.now.step, one.now.segments
+    return str((one.rows.to_json(), [array.tolist() for array in arrays], one.tail, one.now.step, one.now.segments))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, len(REQUEUED)), max_size=12))
 def test_looking_at_any_moments_gives_what_one_look_gives(
     cuts: list[int], tmp_path_factory: pytest.TempPathFactory
@@ -164,13 +163,9 @@ def test_looking_at_any_moments_gives_what_one_look_gives(
         read = cut
     run.log.write_text(REQUEUED)
     whole = polled(runs)
-    assert str(seen(follower)) == str(seen(whole))
-    assert_same_rows(follower.runs[0].rows, merge_segments(read_log(run.log).rows))
-
-
-def assert_same_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    assert seen(follower) == seen(whole)
     names = ["segment", "step", "loss", "tps", "memory_gib", "time"]
-    pd.testing.assert_frame_equal(ours[names], theirs[names])
+    pd.testing.assert_frame_equal(follower.runs[0].rows[names], merge_segments(read_log(run.log).rows)[names])
 
 
 def test_nothing_new_is_no_news(tmp_path: Path) -> None:
@@ -263,6 +258,14 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+def watched(path: Path, out: io.StringIO, *events: Any, **options: Any) -> str:
+    """What is shown until the last of the events, an interruption."""
+    clock = Clock(*events)
+    with pytest.raises(KeyboardInterrupt):
+        follow(path, out, sleep=clock.sleep, clock=clock, **options)
+    return out.getvalue()
+
+
 def append(run: RunDir, text: str) -> Any:
     def act() -> None:
         with run.log.open("a") as log:
@@ -273,21 +276,17 @@ def append(run: RunDir, text: str) -> Any:
 
 def test_in_a_pipe_each_change_is_one_line(tmp_path: Path) -> None:
     run = new_run(tmp_path, launch(0, [1, 2]))
-    clock, out = Clock(lambda: None, append(run, step_line(0, 6, 3)), lambda: None, interrupt), io.StringIO()
-    with pytest.raises(KeyboardInterrupt):
-        follow(tmp_path, out, sleep=clock.sleep, clock=clock)
-    first, second = out.getvalue().splitlines()
+    shown = watched(tmp_path, io.StringIO(), lambda: None, append(run, step_line(0, 6, 3)), lambda: None, interrupt)
+    first, second = shown.splitlines()
     assert first.startswith(f"{run.name}: running | step 2/20 | loss 7.980 | 4,000 tokens/s per rank | 10.0 GiB")
     assert "step 3/20 | loss 7.000" in second
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in shown
 
 
 def test_on_a_terminal_it_is_redrawn_with_step_time_and_last_lines(tmp_path: Path) -> None:
     run = new_run(tmp_path, REQUEUED)
-    clock, out = Clock(append(run, "[rank1]:saving a checkpoint\n"), interrupt), Terminal()
-    with pytest.raises(KeyboardInterrupt):
-        follow(tmp_path, out, sleep=clock.sleep, clock=clock)
-    screens = out.getvalue().split("\x1b[H\x1b[J")[1:]
+    shown = watched(tmp_path, Terminal(), append(run, "[rank1]:saving a checkpoint\n"), interrupt)
+    screens = shown.split("\x1b[H\x1b[J")[1:]
     assert len(screens) == 2
     assert "2 launches" in screens[0]
     assert "2 s a step over the newest 12" in screens[0]
@@ -343,12 +342,10 @@ def test_the_scheduler_is_asked_now_and_then_and_its_silence_is_said(tmp_path: P
         asked.append(len(runs))
         return [Status(state=State.RUNNING, reason="as last seen; squeue: timed out") for _ in runs]
 
-    looks = 2 * int(ASK_INTERVAL_S)
-    clock, out = Clock(*[lambda: None] * (looks - 1), interrupt), Terminal()
-    with pytest.raises(KeyboardInterrupt):
-        follow(tmp_path, out, ask=ask, interval_s=1, sleep=clock.sleep, clock=clock)
+    sleeps = [lambda: None] * (2 * int(ASK_INTERVAL_S) - 1)
+    shown = watched(tmp_path, Terminal(), *sleeps, interrupt, ask=ask, interval_s=1)
     assert asked == [1, 1]
-    assert "as last seen; squeue: timed out" in out.getvalue()
+    assert "as last seen; squeue: timed out" in shown
 
 
 def test_a_run_that_waits_has_no_numbers(tmp_path: Path) -> None:

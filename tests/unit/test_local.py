@@ -29,7 +29,6 @@ from moelab.launch.status import refresh
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
-from moelab.runs.follow import format_seconds
 from moelab.runs.status import RESERVE, State, Status
 
 STEPS = 4
@@ -75,6 +74,17 @@ def launch_one(runs: Path, behaviour: str, *, precision: str = "bf16") -> RunDir
     return done.runs[0]
 
 
+def launch_until_loss(runs: Path, behaviour: str, error: BaseException) -> None:
+    """Raise an error in the launcher at the first loss that it shows."""
+
+    def say(line: str) -> None:
+        if "loss" in line:
+            raise error
+
+    stand_in.install({"bf16_standard/seed0": behaviour})
+    run_study(study_of(), runs, say=say)
+
+
 def states(done: StudyRun) -> list[str]:
     return [run.status.state.value for run in done.runs]
 
@@ -113,34 +123,23 @@ FAILURES = {
     "wordless": ("torchrun ended with exit code 7; see train.log", 0),
     "torn": ("torchrun ended with exit code 1; see train.log", 1),
     "torchrun_killed": ("torchrun ended with exit code -9; see train.log", 2),
+    "unconverted": ("precision is mxfp8, but no module was converted", 4),
 }
 
 
 @pytest.mark.parametrize("behaviour", FAILURES)
 def test_a_run_that_fails_says_why_and_keeps_its_steps(runs: Path, behaviour: str) -> None:
     reason, last_step = FAILURES[behaviour]
-    run = launch_one(runs, behaviour)
+    run = launch_one(runs, behaviour, precision="mxfp8" if behaviour == "unconverted" else "bf16")
     assert (run.status.state, run.status.reason) == (State.FAILED, reason)
     assert logged_steps(run) == list(range(1, last_step + 1))
     results = json.loads((run.path / "results.json").read_text())
     assert (results["status"], results["reason"], results["steps"]) == ("failed", reason, last_step)
 
 
-def test_mxfp8_without_a_converted_module_fails_although_it_trained(runs: Path) -> None:
-    run = launch_one(runs, "unconverted", precision="mxfp8")
-    assert run.status.state is State.FAILED
-    assert run.status.reason == "precision is mxfp8, but no module was converted"
-    assert logged_steps(run) == [1, 2, 3, 4]
-
-
 def test_errors_of_the_launcher_itself_leave_nothing_running(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def say(line: str) -> None:
-        if "loss" in line:
-            raise ZeroDivisionError("in the display")
-
-    stand_in.install({"bf16_standard/seed0": "hang"})
     with pytest.raises(ZeroDivisionError):
-        run_study(study_of(), runs, say=say)
+        launch_until_loss(runs, "hang", ZeroDivisionError("in the display"))
     (run,) = find(runs)
     assert run.status.state is State.FAILED
     assert run.status.reason == "the launcher failed: ZeroDivisionError('in the display')"
@@ -165,8 +164,8 @@ def test_only_what_is_missing_is_trained(runs: Path) -> None:
     assert (done.trained, states(done)) == (1, ["completed"] * 4)
     assert [line for line in said if line.endswith("starting")] == ["s | mxfp8_standard | seed 0 | step 0/4 | starting"]
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
-    again, said = launch(runs, plan, dict.fromkeys(("bf16_standard/seed0", "mxfp8_standard/seed0"), "die"))
-    assert (again.trained, said, again.runs) == (0, [], done.runs)
+    idle, said = launch(runs, plan, dict.fromkeys(("bf16_standard/seed0", "mxfp8_standard/seed0"), "die"))
+    assert (idle.trained, said, idle.runs) == (0, [], done.runs)
     after = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
     assert after.keys() == before.keys()
     assert {path.name for path in after if after[path] != before[path]} <= {".launcher.lock"}
@@ -235,35 +234,13 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -
     assert whole.read_text() == "{"
 
 
-def test_completed_runs_of_older_records_and_renamed_folders_are_not_trained_again(runs: Path) -> None:
-    plan = study_of(BF16, {"precision": "bf16", "lr": 1e-3}, seeds=(0, 1))
-    assert plan.arms == ("bf16_standard", "bf16_standard_lr-0.001")
-    done, _ = launch(runs, plan)
-    assert (done.trained, [run.name.split("/")[1] for run in done.runs]) == (4, [one.arm for one in plan.experiments])
-    older = done.runs[0].path / "experiment.yaml"
-    fields = done.runs[0].experiment.model_dump(mode="json", exclude={"arm_fields"})
-    older.write_text(yaml.safe_dump(fields, sort_keys=False))
-    assert launch(runs, plan)[0].trained == 0
-    assert launch(runs, study_of({"precision": "bf16", "lr": 1e-3}, BF16, seeds=(0, 1)))[0].trained == 0
-    (runs / "s").rename(runs / "t")
-    renamed = make_study("t", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}, [BF16], [0, 1])
-    done, lines = launch(runs, renamed)
-    assert (done.trained, lines[0]) == (0, "folder t holds runs that were recorded as study s")
-
-
 # Interruptions
 
 
 def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "STOP_S", 0.5)
-
-    def say(line: str) -> None:
-        if "loss" in line:
-            raise KeyboardInterrupt
-
-    stand_in.install({"bf16_standard/seed0": "stubborn"})
     with pytest.raises(KeyboardInterrupt):
-        run_study(study_of(), runs, say=say)
+        launch_until_loss(runs, "stubborn", KeyboardInterrupt())
     wait_for(lambda: not stand_in.processes_of(runs), 2)
     assert [run.status.state for run in find(runs)] == [State.CANCELLED]
 
@@ -493,11 +470,3 @@ def test_lines_keep_their_distance() -> None:
         now[0] += 1.0
         progress.rows([{"step": step, "loss": 8.0, "tps": 1234.5}])
     assert [line.split(" | ")[3] for line in said] == ["step 0/10", "step 1/10", "step 6/10"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0 s"), (59.6, "1 min 0 s"), (200, "3 min 20 s"), (3599.7, "1 h 0 min"), (36_061, "10 h 1 min")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text

@@ -8,6 +8,7 @@ import json
 import logging
 import lzma
 import math
+import re
 import textwrap
 import tracemalloc
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from moelab.runs.collect import collect
 from moelab.runs.follow import LogFollower
 from moelab.runs.log import read_log
 from moelab.runs.log_text import NotALog
-from moelab.runs.table import COLUMNS, merge_segments
+from moelab.runs.table import COLUMNS
 
 CASES = Path(__file__).parents[1] / "cases" / "logs"
 MIDNIGHT = datetime(2026, 9, 14)
@@ -46,31 +47,12 @@ def step(step: int, loss: float | str, tps: str = "4,000", memory: float = 10.0)
     )
 
 
-def start(step: int) -> str:
+def start(step: int | str) -> str:
     return f"Training starts at step {step}"
 
 
 def steps(rows: pd.DataFrame) -> list[tuple[int, int, float]]:
     return list(rows[["segment", "step", "loss"]].itertuples(index=False, name=None))
-
-
-def test_colour_case() -> None:
-    read = read_log(CASES / "colour.log")
-    first, second = (read.rows.iloc[index] for index in (0, 1))
-    assert first[["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops"]].tolist() == [
-        1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1034.57
-    ]  # fmt: skip
-    assert math.isnan(first["mfu"])
-    assert second["mfu"] == 46.18
-    assert first["time"] == datetime(2026, 9, 14, 3, 10, 22, 481000).timestamp()
-    assert (read.segments, read.reason) == (1, None)
-
-
-def test_restart_case() -> None:
-    read = read_log(CASES / "restart.log")
-    assert steps(read.rows) == [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.102), (1, 100, 5.001)]
-    assert read.segments == 2
-    assert steps(merge_segments(read.rows)) == [(1, 90, 5.102), (1, 100, 5.001)]
 
 
 def test_pipeline_case_in_both_orders() -> None:
@@ -81,13 +63,11 @@ def test_pipeline_case_in_both_orders() -> None:
         assert rows["time"].tolist() == [datetime(2026, 9, 14, 6, 0, 1, 140000).timestamp()]
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"), [("    nan", "nan"), ("    inf", "inf"), ("    NaN", "nan"), ("    Inf", "inf")]
-)
-def test_reported_loss_that_is_not_finite_is_a_failure(text: str, shown: str) -> None:
+@pytest.mark.parametrize("text", ["    nan", "    inf", "    NaN", "    Inf"])
+def test_reported_loss_that_is_not_finite_is_a_failure(text: str) -> None:
     read = read_log([stamped(0, step(10, 7.0)), stamped(60, step(20, text)), stamped(60.1, step(20, -4.0))])
     assert not math.isfinite(read.rows["loss"].iloc[1])
-    assert read.reason == f"loss is {shown} at step 20 (segment 0)"
+    assert read.reason == f"loss is {text.strip().lower()} at step 20 (segment 0)"
 
 
 def test_error_of_torchtitan_about_the_loss() -> None:
@@ -124,30 +104,26 @@ def test_damaged_text(tmp_path: Path) -> None:
 
 
 # Each form with what it says: those of torchtitan's train.py and components/metrics.py by the date of their commit,
-# pytorch/torchtitan#1814 and #1461 (experiments without mfu), and what forks change.
-FORMS = {
-    "15 March 2024": ("step:  1  loss: 12.2500  memory: 41.50GiB(43.75%)  wps: 2,361", {}),
-    "20 March 2024": ("step:  1  loss: 12.2500  memory: 41.50GiB(43.75%)  wps: 2,361  mfu: 13.50%", {"mfu": 13.5}),
-    "November 2024": ("step:  1  loss: 12.2500  memory: 41.50GiB(43.75%)  tps: 2,361  mfu: 13.50%", {"mfu": 13.5}),
+# pytorch/torchtitan#1814 and #1461 (experiments without mfu), and what forks change. MEMORY stands for the usual words.
+FORMS: dict[str, tuple[str, dict[str, float]]] = {
+    "15 March 2024": ("step:  1  loss: 12.2500  MEMORY  wps: 2,361", {}),
+    "20 March 2024": ("step:  1  loss: 12.2500  MEMORY  wps: 2,361  mfu: 13.50%", {"mfu": 13.5}),
     "February 2025": (
-        "step:  1  loss: 12.2500  memory: 41.50GiB(43.75%)  tps: 2,361  tflops: 1,034.50  mfu: 13.50%",
-        {"mfu": 13.5, "tflops": 1034.5},
+        "step:  1  loss: 12.2500  MEMORY  tps: 2,361  tflops: 1,034.50  mfu: 13.50%", {"mfu": 13.5, "tflops": 1034.5}
     ),
-    "no mfu": ("step:  1  loss: 12.2500  memory: 41.50GiB(43.75%)  tps: 2,361", {}),
-    "no thousands": ("step: 1  loss: 1.225e+01  memory: 41.50GiB(43.75%)  tps: 2361.0  mfu: N/A", {}),
+    "no mfu": ("step:  1  loss: 12.2500  MEMORY  tps: 2,361", {}),
+    "no thousands": ("step: 1  loss: 1.225e+01  MEMORY  tps: 2361.0  mfu: N/A", {}),
     "other order": ("step: 1/500  loss: 12.25  lr: 3.0e-04  tps: 2,361  memory: 42496 MiB (43.75 %)", {"lr": 3e-4}),
-    "separators": ("step: 1 | loss: 12.25 | memory: 41.50GiB(43.75%) | tps: 2,361, grad_norm: 0.5", {"grad_norm": 0.5}),
-    "elapsed": ("step: 1  loss: 12.25  memory: 41.50GiB(43.75%)  tps: 2,361  elapsed: 0:00:03", {}),
-    "infinite": (
-        "step: 1  loss: 12.25  grad_norm:  INF  memory: 41.50GiB(43.75%)  tps: 2,361",
-        {"grad_norm": math.inf},
-    ),
-}
+    "separators": ("step: 1 | loss: 12.25 | MEMORY | tps: 2,361, grad_norm: 0.5", {"grad_norm": 0.5}),
+    "elapsed": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  elapsed: 0:00:03", {}),
+    "infinite": ("step: 1  loss: 12.25  grad_norm:  INF  MEMORY  tps: 2,361", {"grad_norm": math.inf}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_step_line_of_every_release_and_of_forks(form: str) -> None:
     text, more = FORMS[form]
+    text = text.replace("MEMORY", "memory: 41.50GiB(43.75%)")
     row = read_log([stamped(0, text), stamped(1, text.replace("step: ", "step: 1"))]).rows.iloc[0]
     expected = {"loss": 12.25, "memory_gib": 41.5, "memory_pct": 43.75, "tps": 2361.0} | more
     assert row[list(expected)].to_dict() == pytest.approx(expected)
@@ -271,55 +247,57 @@ def test_32_nodes_starting_amid_the_first_rows_are_one_segment_at_each_launch() 
     assert steps(read_log(lines).rows) == [(0, 1, 8.0), (0, 2, 7.9), (1, 1, 8.01), (1, 2, 7.91)]
 
 
-def test_launch_without_a_row_is_no_segment() -> None:
-    lines = [stamped(0, start(1)), stamped(600, start(1)), stamped(660, step(10, 8.0)), stamped(900, start(11))]
-    read = read_log(lines)
-    assert (read.segments, steps(read.rows)) == (1, [(0, 10, 8.0)])
+# Moments and texts of a log's lines, and the segment, step and loss of its rows.
+LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[tuple[int, int, float]]]] = {
+    "no row": ([(0, start(1)), (600, start(1)), (660, step(10, 8.0)), (900, start(11))], [(0, 10, 8.0)]),
+    "no step repeated": (
+        [(0, start(1)), (9, step(10, 8.0)), (11, start(11)), (20, step(20, 7.0))],
+        [(0, 10, 8.0), (1, 20, 7.0)],
+    ),
+    "no start": (
+        [(300, step(90, 5.1)), (360, step(100, 5.0)), (3720, step(90, 5.2))],
+        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+    ),
+    "no start, and the newest step again": (
+        [(360, step(100, 5.0)), (3720, step(100, 5.1)), (3780, step(110, 4.9))],
+        [(0, 100, 5.0), (1, 100, 5.1), (1, 110, 4.9)],
+    ),
+    "a late line of the one before": (
+        [(0, start(1)), (360, step(100, -4.0)), (3600, start(81)), (360.2, step(100, 5.0)), (3720, step(90, 5.2))],
+        [(0, 100, 5.0), (1, 90, 5.2)],
+    ),
+    "no times": (
+        [(None, line) for line in (start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.2))],
+        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+    ),
+    "no times and no start": (
+        [(None, line) for line in (step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.2))],
+        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+    ),
+}
 
 
-def test_resume_that_repeats_no_step_is_a_segment() -> None:
-    lines = [stamped(0, start(1)), stamped(9, step(10, 8.0)), stamped(11, start(11)), stamped(20, step(20, 7.0))]
-    assert steps(read_log(lines).rows) == [(0, 10, 8.0), (1, 20, 7.0)]
-
-
-def test_restart_without_start_lines() -> None:
-    lines = [stamped(300, step(90, 5.1)), stamped(360, step(100, 5.0)), stamped(3720, step(90, 5.102))]
-    assert steps(read_log(lines).rows) == [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.102)]
-    same = [stamped(360, step(100, 5.0)), stamped(3720, step(100, 5.001)), stamped(3780, step(110, 4.9))]
-    assert steps(read_log(same).rows) == [(0, 100, 5.0), (1, 100, 5.001), (1, 110, 4.9)]
-
-
-def test_late_line_of_the_previous_launch_goes_back_to_it() -> None:
-    lines = [
-        stamped(0, start(1)), stamped(360, step(100, -4.0)), stamped(3600, start(81)), stamped(360.2, step(100, 5.0)),
-        stamped(3720, step(90, 5.102)),
-    ]  # fmt: skip
-    assert steps(read_log(lines).rows) == [(0, 100, 5.0), (1, 90, 5.102)]
-
-
-def test_without_time_stamps_the_order_of_the_file_decides() -> None:
-    lines = [start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.102)]
-    assert steps(read_log(lines).rows) == [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.102)]
-    lines = [step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.102)]
-    read = read_log(lines)
-    assert steps(read.rows) == [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.102)]
-    assert read.rows["time"].isna().all()
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_that_logged_a_step_is_a_segment(name: str) -> None:
+    lines, rows = LAUNCHES[name]
+    read = read_log([text if seconds is None else stamped(seconds, text) for seconds, text in lines])
+    assert (steps(read.rows), read.segments) == (rows, rows[-1][0] + 1)
 
 
 def pipeline_job(rank: int, *, starts: bool) -> list[str]:
-    """Lines of one rank of a job that was requeued at step 50 and resumed from step 20; rank 1 has the loss."""
+    """Lines of one rank of a job that was requeued at step 50 and resumed from step 20; 1 and 2 have the loss."""
     lines = []
     for launched, first, last in ((0, 1, 50), (3600, 21, 60)):
         if starts:
             lines.append(stamped(launched + 0.3 * rank, start(first)))
         for number in range((first + 9) // 10 * 10, last + 1, 10):
-            loss = 9 - number / 100 + launched / 1e6 if rank == 1 else -8.0
+            loss = 9 - number / 100 + launched / 1e6 if rank else -8.0
             moment = launched + number + 0.1 * ((rank * 7 + number) % 5)
             lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=12 - rank + number / 10)))
     return lines
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data(), starts=st.booleans())
 def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, starts: bool) -> None:
     ranks = [pipeline_job(rank, starts=starts) for rank in range(3)]
@@ -328,6 +306,7 @@ def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, 
         *[(0, n, pytest.approx(9 - n / 100)) for n in range(10, 51, 10)],
         *[(1, n, pytest.approx(9 - n / 100 + 0.0036)) for n in range(30, 61, 10)],
     ]
+    assert set(expected["tps"]) == {4001}  # rank 1 prints before rank 2
     assert expected["memory_gib"].tolist() == [12 + n / 10 for n in (10, 20, 30, 40, 50, 30, 40, 50, 60)]
     order = data.draw(st.permutations([rank for rank, lines in enumerate(ranks) for _ in lines]))
     queues = [iter(lines) for lines in ranks]
@@ -337,7 +316,7 @@ def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, 
 # Streaming ---------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(0, 3000), max_size=12), end=st.sampled_from(["", "\n"]))
 def test_follower_polled_anywhere_gives_what_one_read_gives(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], end: str
@@ -393,12 +372,9 @@ def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
 # Bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_file_that_is_no_log(tmp_path: Path) -> None:
+def test_a_file_without_steps_is_empty_where_that_may_be_and_a_missing_one_never(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("step by step\n")
-    with pytest.raises(NotALog, match=r"notes\.txt: no TorchTitan step line .*from the rank that logs") as caught:
-        read_log(path)
-    assert caught.value.exit_code == 2
     empty = read_log(path, allow_empty=True)
     assert (len(empty.rows), empty.segments, tuple(empty.rows.columns)) == (0, 0, COLUMNS)
     with pytest.raises(NotALog, match="no such file"):
@@ -408,15 +384,21 @@ def test_file_that_is_no_log(tmp_path: Path) -> None:
 PACKED: dict[str, Callable[[bytes], bytes]] = {
     "xz": lzma.compress, "gz": gzip.compress, "bz2": lambda data: bz2.compress(data, 1), "zst": zstandard.compress
 }  # fmt: skip
+WRITTEN: dict[str, Callable[[str], bytes]] = {
+    # in two parts, as `cat a.gz b.gz` joins them
+    **{kind: lambda text, pack=pack: pack(text[:300].encode()) + pack(text[300:].encode())
+       for kind, pack in PACKED.items()},
+    **{name: lambda text, name=name: text.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig")},
+    "a hole before it": lambda text: bytes(4096) + b"\n" + text.encode(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["train.log", "train.log.gz"])
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_a_packed_log_and_its_cause_whatever_its_name_says(tmp_path: Path, kind: str, name: str) -> None:
-    content = (CASES / "restart.log").read_bytes()
-    crash = b'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no\n'
+    crash = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no\n'
     path = tmp_path / name
-    path.write_bytes(PACKED[kind](content[:300]) + PACKED[kind](content[300:] + crash))
+    path.write_bytes(WRITTEN[kind]((CASES / "restart.log").read_text() + crash))
     pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
     assert [collect(place)[0].status.reason for place in (path, tmp_path)] == ["ValueError: no"] * 2
 
@@ -435,23 +417,8 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
     assert collect(path)[0].notes == read.notes
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
-def test_other_encodings(tmp_path: Path, encoding: str) -> None:
-    path = tmp_path / "train.log"
-    crash = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no\n'
-    path.write_bytes(((CASES / "restart.log").read_text() + crash).encode(encoding))
-    pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
-    assert collect(path)[0].status.reason == "ValueError: no"
-
-
-def test_a_hole_before_a_log_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "train.log"
-    path.write_bytes(bytes(4096) + b"\n" + (CASES / "restart.log").read_bytes())
-    pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
-
-
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "seen"),
     [
         ("", "it is empty"),
         ("[titan] Training starts at step 1.\n", "training started but logged no step"),
@@ -467,26 +434,20 @@ def test_a_hole_before_a_log_is_passed_over(tmp_path: Path) -> None:
         (bytes(range(256)), "it is binary"),
     ],
 )
-def test_what_is_no_torchtitan_log_says_what_was_seen(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_what_is_no_torchtitan_log_says_what_was_seen(tmp_path: Path, content: str | bytes, seen: str) -> None:
     path = tmp_path / "train.log"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(NotALog) as caught:
+    with pytest.raises(NotALog, match=re.escape(seen)) as caught:
         collect(path)
-    assert said in str(caught.value)
+    assert (caught.value.exit_code, str(path) in str(caught.value)) == (2, True)
 
 
-@pytest.mark.parametrize("digits", [16, 25, 5_000])
+@pytest.mark.parametrize("digits", [16, 5_000])
 def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
-    line = "step: {}  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A"
-    lines = [
-        line.format(1),
-        line.format("9" * digits),
-        f"Training starts at step {'9' * digits}",
-        f"Loss is not finite (global_avg_loss=nan) at step {'9' * digits}.",
-        line.format(2),
-    ]
-    found = read_log(lines)
-    assert (found.rows["step"].tolist(), found.segments, found.reason) == ([1, 2], 1, None)
+    line, number = "step: {}  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A", "9" * digits
+    damaged = [line.format(number), start(number), f"Loss is not finite (global_avg_loss=nan) at step {number}."]
+    read = read_log([line.format(1), *damaged, line.format(2)])
+    assert (read.rows["step"].tolist(), read.segments, read.reason) == ([1, 2], 1, None)
 
 
 # Several runs in one file --------------------------------------------------------------------------------------------

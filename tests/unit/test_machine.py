@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi
+from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi, with_files
 
 from moelab import cli, machine
 from moelab.health.node import check_gpus, report
@@ -60,10 +60,7 @@ def test_gpus_are_read_from_nvidia_smi(smi: Smi, tmp_path: Path) -> None:
         ("GRID A100X-40C, [N/A], 535.104.05, 40960", ("GRID A100X-40C", None, 40_960)),
         ("NVIDIA GB10, 12.1, 580.95.05, [N/A]", ("NVIDIA GB10", 12.1, None)),
         ("Tesla K80, [Not Supported], 470.1, [Not Supported]", ("Tesla K80", None, None)),
-        (
-            "NVIDIA A100-SXM4-40GB, 8.0, 550.54.15, [Insufficient Permissions]",
-            ("NVIDIA A100-SXM4-40GB", 8.0, None),
-        ),
+        ("NVIDIA A100-SXM4-40GB, 8.0, 550.54.15, [Insufficient Permissions]", ("NVIDIA A100-SXM4-40GB", 8.0, None)),
         ("Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559", ("Acme, Inc. Model 9, rev. 2", 9.0, 81_559)),
         ("NVIDIA H200, 9,0, 570.1, 143.771", ("NVIDIA H200", 9.0, 143_771)),  # numbers of another language
         ("NVIDIA H200, 9.0, 570.1, 143,771 MiB", ("NVIDIA H200", 9.0, 143_771)),
@@ -78,15 +75,17 @@ def test_what_a_gpu_does_not_say_is_not_known(
     assert (gpu.name, gpu.capability, gpu.memory_mib) == expected
 
 
-LOADER = "ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored."
-HEADER = "name, compute_cap, driver_version, memory.total [MiB]"
+NOISE = """\
+* Welcome, users! Maintenance on 3.12, 9.0 h
+ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored.
+name, compute_cap, driver_version, memory.total [MiB]
+WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1
+"""
 
 
 @pytest.mark.parametrize("code", [0, machine.LISTS_DESPITE])
 def test_warnings_banners_and_a_header_are_passed_over(smi: Smi, code: int) -> None:
-    warning = "WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1"
-    banner = "* Welcome, users! Maintenance on 3.12, 9.0 h"
-    smi(banner, LOADER, HEADER, "", H100, warning, "", H100, code=code)
+    smi(NOISE, H100, NOISE, H100, code=code)
     assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [("NVIDIA H100 80GB HBM3", 81_559)] * 2
 
 
@@ -273,15 +272,14 @@ def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch
 # Containers and jobs: limits of control groups, not the machine's sizes
 
 
-def with_files(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
 GROUP = "proc/self/cgroup"
 SYS = "sys/fs/cgroup"
+JOB = "system.slice/slurmstepd.scope/job_7"
+
+
+def version_1(*, memory: str, quota: str) -> dict[str, str]:
+    cpu = {f"{SYS}/cpu/cpu.cfs_quota_us": f"{quota}\n", f"{SYS}/cpu/cpu.cfs_period_us": "100000\n"}
+    return {f"{SYS}/memory/memory.limit_in_bytes": f"{memory}\n", **cpu}
 
 
 @pytest.mark.parametrize(
@@ -290,37 +288,15 @@ SYS = "sys/fs/cgroup"
         ({}, None, None),
         ({GROUP: "0::/\n", f"{SYS}/memory.max": f"{2 << 30}\n", f"{SYS}/cpu.max": "100000 100000\n"}, 2, 1),
         ({GROUP: "0::/\n", f"{SYS}/memory.max": "max\n", f"{SYS}/cpu.max": "max 100000\n"}, None, None),
-        (  # Slurm: the job's limit stands above the step's
-            {
-                GROUP: "0::/system.slice/slurmstepd.scope/job_7/step_0\n",
-                f"{SYS}/system.slice/slurmstepd.scope/job_7/memory.max": f"{3 << 30}\n",
-                f"{SYS}/system.slice/slurmstepd.scope/job_7/step_0/memory.max": "max\n",
-            },
-            3,
-            None,
-        ),
-        (  # version 1 in a container, which sees its host's path and mounts the end of it
-            {
-                GROUP: "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n",
-                f"{SYS}/memory/memory.limit_in_bytes": f"{1 << 30}\n",
-                f"{SYS}/cpu/cpu.cfs_quota_us": "50000\n",
-                f"{SYS}/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            1,
-            1,
-        ),
-        (
-            {
-                GROUP: "5:memory:/\n4:cpu,cpuacct:/\n",
-                f"{SYS}/memory/memory.limit_in_bytes": "9223372036854771712\n",
-                f"{SYS}/cpu/cpu.cfs_quota_us": "-1\n",
-                f"{SYS}/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            None,
-            None,
-        ),
+        # Slurm: the job's limit stands above the step's
+        ({GROUP: f"0::/{JOB}/step_0\n", f"{SYS}/{JOB}/memory.max": f"{3 << 30}\n",
+          f"{SYS}/{JOB}/step_0/memory.max": "max\n"}, 3, None),
+        # version 1 in a container, which sees its host's path and mounts the end of it
+        ({GROUP: "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n",
+          **version_1(memory=str(1 << 30), quota="50000")}, 1, 1),
+        ({GROUP: "5:memory:/\n4:cpu,cpuacct:/\n", **version_1(memory="9223372036854771712", quota="-1")}, None, None),
     ],
-)
+)  # fmt: skip
 def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], gib: int | None, most: int | None) -> None:
     root = with_files(tmp_path, files)
     assert machine.memory_bytes(root) == (gib << 30 if gib else machine.physical_memory_bytes())

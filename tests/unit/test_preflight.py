@@ -21,7 +21,7 @@ from moelab.experiment_file import Study, read_study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
-from moelab.health.preflight import Preflight, compare, node_script
+from moelab.health.preflight import compare, node_script
 from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
@@ -48,22 +48,14 @@ BUILD = Finding(name="DeepEP", severity="ok", found="V2 2.1.0").to_json()
 
 def reports(count: int = 4, **changes: dict[str, Any]) -> list[dict[str, Any]]:
     """Equal nodes n0, n1, … with changes to some."""
-    alike = {
-        "versions": VERSIONS,
-        "gpus": ["NVIDIA B200"] * 8,
-        "memlock_bytes": None,
-        "open_files": None,
-        "shared_memory_bytes": 64 << 30,
-        "write_problem": None,
-        "unseen": [],
-        "deepep": [BUILD],
-        "clock_offset_s": -0.01,
-    }
+    limits = {"memlock_bytes": None, "open_files": None, "shared_memory_bytes": 64 << 30}
+    seen = {"versions": VERSIONS, "gpus": ["NVIDIA B200"] * 8, "deepep": [BUILD], "clock_offset_s": -0.01}
+    alike = {**limits, **seen, "write_problem": None, "unseen": []}
     return [{"node": f"n{number}", **alike, **changes.get(f"n{number}", {})} for number in range(count)]
 
 
-def faults(found: Any) -> dict[str, str]:
-    return {one.name: one.found for one in found if not one.ok}
+def faults(findings: Any) -> dict[str, str]:
+    return {one.name: one.found for one in findings if not one.ok}
 
 
 def judged(told: list[dict[str, Any]], *, nodes: int = 4, deepep: bool = False, **profile: Any) -> dict[str, str]:
@@ -72,28 +64,21 @@ def judged(told: list[dict[str, Any]], *, nodes: int = 4, deepep: bool = False, 
 
 
 def study(**fields: Any) -> Study:
-    whole = {
-        "model": "16B",
-        "nodes": 4,
-        "gpus_per_node": 8,
-        "ep": 32,
-        "hardware": "b200_x256",
-        "seq_len": 4096,
-        **fields,
-    }
-    experiment = Experiment(**{"activation_checkpoint": "full", **whole})
+    size = {"model": "16B", "nodes": 4, "gpus_per_node": 8, "ep": 32, "hardware": "b200_x256", "seq_len": 4096}
+    experiment = Experiment(**{**size, "activation_checkpoint": "full", **fields})
     return Study(name=experiment.name, experiments=(experiment,))
 
 
 def test_equal_nodes_have_nothing_to_complain_about() -> None:
-    found = compare(reports(), B200, nodes=4, deepep=True)
-    assert faults(found) == {}
-    named = {one.name: one.found for one in found}
+    findings = compare(reports(), B200, nodes=4, deepep=True)
+    assert faults(findings) == {}
+    named = {one.name: one.found for one in findings}
     assert named["versions"].startswith("the same on 4 nodes: python 3.12.3, torch 2.14.1")
     assert named["GPUs"] == "8 × NVIDIA B200 on each of 4 nodes"
 
 
 MISMATCH = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
+OTHERS = "n2: 0.17.0; 3 others: 0.18.0", "n2: 2.1.0; 3 others: not installed"
 OTHER = {"versions": {**VERSIONS, "torchao": "0.17.0", "deep-ep": "2.1.0"}}
 POOR = {"shared_memory_bytes": 64 << 20, "memlock_bytes": 8 << 20, "open_files": 1024}
 POOR_FOUND = {"shared memory": "n0: 64 MiB of /dev/shm", "locked memory": "n0: 8 MiB", "open files": "n0: 1024"}
@@ -107,14 +92,7 @@ EVERYWHERE = {f"n{number}": GONE for number in range(4)}
     ("changes", "expected", "profile"),
     [
         # the odd one out is named
-        (
-            {"n2": OTHER},
-            {
-                "torchao on all nodes": "n2: 0.17.0; 3 others: 0.18.0",
-                "deep-ep on all nodes": "n2: 2.1.0; 3 others: not installed",
-            },
-            {},
-        ),
+        ({"n2": OTHER}, {"torchao on all nodes": OTHERS[0], "deep-ep on all nodes": OTHERS[1]}, {}),
         ({"n1": {"gpus": ["NVIDIA B200"] * 7}}, {"GPUs": f"n1: 7 × NVIDIA B200; 3 others: {B200S}; {{}}"}, {}),
         ({"n3": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}}, {"GPUs": f"n3: {H100S}; 3 others: {B200S}; {{}}"}, {}),
         ({"n1": {"gpus": [], "gpu_problem": MISMATCH}}, {"GPUs": f"n1: {MISMATCH}; 3 others: {B200S}; {{}}"}, {}),
@@ -287,40 +265,22 @@ def hostile() -> st.SearchStrategy[str]:
     return text.map(lambda value: f"/{value} '$(touch HIT)' `id`; #")
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(hostile(), hostile())
 def test_what_a_node_runs_is_set_up_as_a_job_is_and_quotes_all(file: str, value: str) -> None:
-    cluster = ClusterProfile(
-        name="c",
-        description="d",
-        source=(file,),
-        modules=("cuda/13", value),
-        venv=value,
-        nodes=2,
-        variables={"NCCL_IB_HCA": value},
-        memlock="unlimited",
-    )
+    set_up = {"source": (file,), "modules": ("cuda/13", value), "venv": value, "variables": {"NCCL_IB_HCA": value}}
+    cluster = ClusterProfile(name="c", description="d", nodes=2, memlock="unlimited", **set_up)
     lines = node_script(cluster, 2, writes=Path(value), sees=[value]).splitlines()
     job = JobSpec(cluster=cluster, runs=(Path("/runs/r"),), name="n", comment="c", nodes=2, gpus_per_node=8)
-    script = render(job).splitlines()
-    set_up = [line for line in script if line.startswith(("source", "module", "conda", "export"))]
-    ours = [line for line in lines if line.startswith(("source", "module", "conda", "export"))]
-    assert list(map(shlex.split, ours)) == list(map(shlex.split, set_up))
+    ours, of_the_job = (
+        [shlex.split(line) for line in script if line.startswith(("source", "module", "conda", "export"))]
+        for script in (lines, render(job).splitlines())
+    )
+    assert ours == of_the_job
     assert len(ours) == 5
     assert lines[0] == "set -eo pipefail"
     assert lines[-2] == "ulimit -l unlimited || true"
     assert shlex.split(lines[-1])[-1] == f"--sees={value}"
-
-
-def test_exit_codes() -> None:
-    bad = Finding(name="a", severity="error", found="b", cause="c", consequence="d", remedy="e")
-    note = Finding(name="a", severity="note", found="b")
-    assert Preflight(study=(note,), here=(note,), nodes=()).exit_code == 0
-    assert Preflight(study=(), here=(note,), nodes=(bad,)).exit_code == 1
-    both = Preflight(study=(bad,), here=(bad,), nodes=())
-    assert both.exit_code == 3
-    assert both.to_json()["ok"] is False
-    assert both.as_text().startswith("The study on this cluster\n  --  a: b\n       because: c")
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,27 +27,20 @@ ROOT = Path(__file__).parents[2]
     [
         ("/home/ada/lab/x.py and /Users/ada/y", "~/lab/x.py and ~/y"),
         ("HF_TOKEN=hf_abc WANDB_API_KEY='k' NUM_TOKENS=4096", "HF_TOKEN=*** WANDB_API_KEY='***' NUM_TOKENS=4096"),
-        ("logged in with hf_" + "a" * 30, "logged in with ***"),
-        ('{"api_key": "abc", "password": "x"}', '{"api_key": "***", "password": "***"}'),
-        ("https://ada:pass@host.org/x/y", "https://***@host.org/x/y"),
-        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
         ('{"Authorization": "Basic abc="}', '{"Authorization": "Basic ***"}'),
         ('"WANDB_API_KEY": "K", "token": "K"', '"WANDB_API_KEY": "***", "token": "***"'),
-        ("{'WANDB_API_KEY': 'K'}", "{'WANDB_API_KEY': '***'}"),
-        ("WANDB_API_KEY: K", "WANDB_API_KEY: ***"),
         ("f(wandb_api_key=K, hf_token=1K)", "f(wandb_api_key=***, hf_token=***)"),
         ('os.environ["HF_TOKEN_READ"] = "K"', 'os.environ["HF_TOKEN_READ"] = "***"'),
         ("--api-key K --hf-token K --steps 3", "--api-key *** --hf-token *** --steps 3"),
         ("['--api-key', 'K', '--steps']", "['--api-key', '***', '--steps']"),
         ("HF_TOKEN='a b' c PASSWORD=\"a\\\"b 'c\" d", "HF_TOKEN='***' c PASSWORD=\"***\" d"),
         ("AWS_SECRET_ACCESS_KEY=K</td>", "AWS_SECRET_ACCESS_KEY=***</td>"),
-        ("github_pat_" + "a" * 30 + " glpat-" + "a" * 20, "*** ***"),
         ("https://K@host.org, https://a:p@ss@host.org?token=K", "https://***@host.org, https://***@host.org?token=***"),
         ("--rdzv-endpoint=gpu-17:29500 MASTER_ADDR=10.0.0.4", "--rdzv-endpoint=HOST:29500 MASTER_ADDR=HOST"),
         ("--rdzv-endpoint=localhost:0", "--rdzv-endpoint=localhost:0"),
     ],
 )
-def test_places_of_any_machine(before: str, after: str) -> None:
+def test_places_of_any_machine_and_no_more_than_a_key(before: str, after: str) -> None:
     assert without_places(before) == after
 
 
@@ -134,25 +127,11 @@ def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
     assert without_secrets(text) == text
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        *(
-            "://a:",
-            ":a",
-            "TOKEN_",
-            'TOKEN="',
-            "hf_token='x y ",
-            "TOKEN=,",
-            "hf_token=1,",
-            "--a",
-            "-",
-            "api_key = ",
-            "\\",
-        ),
-        *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b["),
-    ],
-)
+UNITS = ("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\")
+UNITS += ("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b[")
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_the_time_goes_with_the_length(unit: str) -> None:
     def least_s(characters: int) -> float:
         text = "://HF_TOKEN=" + unit * (characters // len(unit))
@@ -181,44 +160,41 @@ def test_a_private_key_is_taken_out_however_its_lines_are_joined(kind: str, betw
     assert cut == "a ***"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(
-            f"commit {COMMIT}",
-            f"moelab 0.1.0, commit {COMMIT} in 2 runs, commit {COMMIT[::-1]} in 1 run against {COMMIT}",
-        ),
-        *(
-            f"git+https://github.com/pytorch/ao@{COMMIT}",
-            f"https://github.com/a/b/blob/{COMMIT}/c.py",
-            f"{COMMIT}-dirty",
-        ),
-        *(
-            f"v0.1-3-g{COMMIT}",
-            f"models--x/snapshots/{COMMIT}/config.json",
-            f"{COMMIT} refs/heads/main",
-            f"sha1:{COMMIT}",
-        ),
-        *(some(64, HEX), some(32, HEX), "123e4567-e89b-12d3-a456-426614174000", "0" * 40, f"sha512-{BASE64}"),
-        *("s/bf16_standard/seed0/20260914T031022Z-a1b2c3", "bf16_standard-0a1b2c3d", "torch 2.14.0+git0a1b2c3"),
-        *(
-            "KeyError: 'model.layers.0'",
-            "key=layers.0.w1",
-            "--user ada -u 3",
-            "signature=inspect.signature(f)",
-            "sig=9",
-        ),
-        *("401 Unauthorized for url https://huggingface.co/api/whoami", "invalid password", "hf_hub_download sk-learn"),
-        *(
-            "Basic configuration",
-            '"auth": "none"',
-            "the bearer of this",
-            "MAX_KEY=3",
-            "pass 3 of 4",
-            "NCCL_IB_HCA=mlx5",
-        ),
-    ],
-)
+STAY = f"""\
+commit {COMMIT}
+moelab 0.1.0, commit {COMMIT} in 2 runs, commit {COMMIT[::-1]} in 1 run against {COMMIT}
+git+https://github.com/pytorch/ao@{COMMIT}
+https://github.com/a/b/blob/{COMMIT}/c.py
+{COMMIT}-dirty
+v0.1-3-g{COMMIT}
+models--x/snapshots/{COMMIT}/config.json
+{COMMIT} refs/heads/main
+sha1:{COMMIT}
+{some(64, HEX)}
+{some(32, HEX)}
+123e4567-e89b-12d3-a456-426614174000
+{"0" * 40}
+sha512-{BASE64}
+s/bf16_standard/seed0/20260914T031022Z-a1b2c3
+bf16_standard-0a1b2c3d
+torch 2.14.0+git0a1b2c3
+KeyError: 'model.layers.0'
+key=layers.0.w1
+--user ada -u 3
+signature=inspect.signature(f)
+sig=9
+401 Unauthorized for url https://huggingface.co/api/whoami
+invalid password
+hf_hub_download sk-learn
+Basic configuration
+"auth": "none"
+the bearer of this
+MAX_KEY=3
+pass 3 of 4
+NCCL_IB_HCA=mlx5"""
+
+
+@pytest.mark.parametrize("text", STAY.splitlines())
 def test_what_only_looks_like_a_secret_stays(text: str) -> None:
     assert without_secrets(text) == text
 
@@ -231,19 +207,11 @@ def test_the_value_of_a_variable_of_a_secret_name_is_taken_out_wherever_it_stand
     assert without_secrets("cannot log in with correct horse: true") == "cannot log in with ***: true"
 
 
-@pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "PGPASSWORD", "SLURM_JWT", "WANDB_API_KEY", "GITHUB_PAT", "AWS_ACCESS_KEY_ID"]
-)
-def test_names_of_secrets(name: str) -> None:
-    assert is_secret_name(name)
-    assert is_secret_name(name.lower())
-
-
-@pytest.mark.parametrize(
-    "name", ["PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SSH_AUTH_SOCK", "KEYBOARD"]
-)
-def test_names_of_no_secrets(name: str) -> None:
-    assert not is_secret_name(name)
+def test_names_of_secrets() -> None:
+    for name in ("HF_TOKEN", "PGPASSWORD", "SLURM_JWT", "WANDB_API_KEY", "GITHUB_PAT", "AWS_ACCESS_KEY_ID"):
+        assert all(map(is_secret_name, (name, name.lower()))), name
+    for name in ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SSH_AUTH_SOCK", "KEYBOARD"):
+        assert not is_secret_name(name), name
 
 
 def test_a_commit_keeps_its_digits_under_its_name() -> None:

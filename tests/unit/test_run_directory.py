@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -47,15 +48,17 @@ def test_runs_made_in_the_same_second_are_apart(tmp_path: Path) -> None:
 
 
 def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
-    mine = directory.create(tmp_path, EXPERIMENT)
+    mine, older = (directory.create(tmp_path, EXPERIMENT) for _ in range(2))
+    fields = EXPERIMENT.model_dump(mode="json", exclude={"arm_fields"})  # as records of older versions are
+    (older.path / "experiment.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     for changes in ({"steps": 61}, {"lr": 3.1e-3}, {"model": "debug"}, {"seed": 4}, {"precision": "bf16"}):
         directory.create(tmp_path, Experiment(**{**EXPERIMENT.model_dump(), **changes}))
     other = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
     (other.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
-    found = directory.discover(tmp_path)
-    assert found.attempts(EXPERIMENT) == [mine]
-    assert (len(found.runs), [one.run for one in found.left_out]) == (6, [other])
-    assert len(directory.find(tmp_path)) == 7
+    discovered = directory.discover(tmp_path)
+    assert {run.path for run in discovered.attempts(EXPERIMENT)} == {mine.path, older.path}
+    assert (len(discovered.runs), [one.run for one in discovered.left_out]) == (7, [other])
+    assert len(directory.find(tmp_path)) == 8
 
 
 def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
@@ -85,20 +88,18 @@ def test_a_record_agrees_with_the_folders_of_its_arm_and_seed(tmp_path: Path) ->
     study = make_study("s", {}, [{}, {"lr": 1e-3}, {"precision": "mxfp8"}], [0, 1])
     bf16, slow, mxfp8, bf16_1, _, _ = runs = [directory.create(tmp_path, one) for one in study.experiments]
     assert directory.discover(tmp_path).runs == tuple(sorted(runs, key=lambda run: run.path))
+    assert (slow.arm, slow.seed) == ("bf16_standard_lr-0.001", 0)
     for one, other in ((bf16, slow), (bf16, mxfp8), (bf16, bf16_1)):
         swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
-        found = directory.discover(tmp_path)
-        assert {left.run for left in found.left_out} == {one, other}
-        assert len(found.runs) == 4
-        wrong = "/".join(other.path.parts[-3:-1])
-        right = "/".join(one.path.parts[-3:-1])
-        assert (
-            f"{one.name}: left out: experiment.yaml: the record is of {wrong}, but the run is in {right}" in found.lines
-        )
+        discovered = directory.discover(tmp_path)
+        assert {left.run for left in discovered.left_out} == {one, other}
+        assert len(discovered.runs) == 4
+        recorded, folders = ("/".join(run.path.parts[-3:-1]) for run in (other, one))
+        words = f"experiment.yaml: the record is of {recorded}, but the run is in {folders}"
+        assert f"{one.name}: left out: {words}" in discovered.lines
         with pytest.raises(BadInput, match="the record is of"):
             _ = RunDir(one.path).experiment
         swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
-    assert (slow.arm, slow.seed) == ("bf16_standard_lr-0.001", 0)
 
 
 def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
@@ -107,16 +108,16 @@ def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
     (cut.path / "experiment.yaml").write_text("record_version: 1\nname: s\n")
     shutil.rmtree(empty.path)
     empty.path.mkdir()
-    found = directory.discover(tmp_path)
-    assert found.runs == (whole,)
-    assert {one.run: one.reason for one in found.left_out} == {
+    discovered = directory.discover(tmp_path)
+    assert discovered.runs == (whole,)
+    assert {one.run: one.reason for one in discovered.left_out} == {
         no_record: "experiment.yaml: the record cannot be read: No such file or directory",
         cut: "experiment.yaml: the record was cut off: its last line is not whole",
         empty: "experiment.yaml: the record cannot be read: No such file or directory",
     }
-    assert [(one.run.arm, one.run.seed) for one in found.left_out] == [("mxfp8_standard", 3)] * 3
-    assert found.all_runs == directory.find(tmp_path)
-    assert [row["run"] for row in found.to_json()["left_out"]] == [one.run.name for one in found.left_out]
+    assert [(one.run.arm, one.run.seed) for one in discovered.left_out] == [("mxfp8_standard", 3)] * 3
+    assert discovered.all_runs == directory.find(tmp_path)
+    assert [row["run"] for row in discovered.to_json()["left_out"]] == [one.run.name for one in discovered.left_out]
 
 
 @pytest.mark.parametrize("broken", ["mkdir", "rename"])
@@ -152,19 +153,19 @@ def test_a_folder_that_may_not_be_looked_into_does_not_disappear(
 def test_a_renamed_study_is_a_note(tmp_path: Path) -> None:
     run = directory.create(tmp_path, EXPERIMENT)
     run.path.parents[2].rename(tmp_path / "renamed")
-    found = directory.discover(tmp_path / "renamed")
-    assert ([one.name for one in found.runs], found.left_out) == ([run.name.replace("s/", "renamed/", 1)], ())
-    assert found.notes == ("folder renamed holds runs that were recorded as study s",)
-    assert len(found.attempts(EXPERIMENT.model_copy(update={"name": "renamed"}))) == 1
+    discovered = directory.discover(tmp_path / "renamed")
+    assert ([one.name for one in discovered.runs], discovered.left_out) == ([run.name.replace("s/", "renamed/", 1)], ())
+    assert discovered.notes == ("folder renamed holds runs that were recorded as study s",)
+    assert len(discovered.attempts(EXPERIMENT.model_copy(update={"name": "renamed"}))) == 1
 
 
 def test_a_run_that_was_copied_out_of_its_study_has_its_recorded_place(tmp_path: Path) -> None:
     run = directory.create(tmp_path / "runs", EXPERIMENT)
     copied = RunDir(shutil.copytree(run.path, tmp_path / "kept"))
     assert (copied.experiment, copied.arm, copied.seed) == (EXPERIMENT, "mxfp8_standard", 3)
-    found = directory.discover(tmp_path / "kept")
-    assert found.runs == (copied,)
-    assert found.notes == (
+    discovered = directory.discover(tmp_path / "kept")
+    assert discovered.runs == (copied,)
+    assert discovered.notes == (
         f"{copied.name} is not in the folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
     )
 
@@ -178,35 +179,34 @@ def test_a_seed_that_was_put_aside_is_left_out(tmp_path: Path) -> None:
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:
-    first, second = (directory.create(tmp_path / "store", EXPERIMENT) for _ in range(2))
+    both = sorted((directory.create(tmp_path / "store", EXPERIMENT) for _ in range(2)), key=lambda run: run.path)
     other = directory.create(tmp_path / "store", Experiment(name="s"))
     study = tmp_path / "runs" / "s"
     seed = study / "mxfp8_standard" / "seed3"
     seed.mkdir(parents=True)
-    (seed / first.path.name).symlink_to(first.path)
-    (seed / second.path.name).symlink_to(second.path)
+    for run in both:
+        (seed / run.path.name).symlink_to(run.path)
     (study / "bf16_standard").symlink_to(other.path.parents[1])
     (study / "a_copy").symlink_to(study / "mxfp8_standard")  # by name before the arm itself
     (seed / "loop").symlink_to(tmp_path)
     (seed / "nowhere").symlink_to(tmp_path / "nowhere")
-    (first.path / "logs" / "loop").symlink_to(study)
+    (both[0].path / "logs" / "loop").symlink_to(study)
     (tmp_path / "alias").symlink_to(study)
     for place in (tmp_path / "runs", study, tmp_path / "alias"):
-        found = directory.discover(place)
-        assert [run.path.name for run in found.runs] == [other.path.name, *sorted([first.path.name, second.path.name])]
-        assert found.left_out == ()
-        assert len(found.attempts(EXPERIMENT)) == 2
-    linked = directory.discover(seed / first.path.name)
-    assert [(run.arm, run.seed, run.name) for run in linked.runs] == [("mxfp8_standard", 3, first.name)]
+        discovered = directory.discover(place)
+        assert [run.path.name for run in discovered.runs] == [run.path.name for run in (other, *both)]
+        assert (discovered.left_out, len(discovered.attempts(EXPERIMENT))) == ((), 2)
+    linked = directory.discover(seed / both[0].path.name)
+    assert [(run.arm, run.seed, run.name) for run in linked.runs] == [("mxfp8_standard", 3, both[0].name)]
 
 
 def test_attempts_are_found_whatever_their_arm_is_called(tmp_path: Path) -> None:
     fast, slow = {"lr": 3e-3}, {"lr": 1e-3}
     before = make_study("s", {}, [fast, slow], [0]).experiments
     runs = [directory.create(tmp_path, one) for one in before]
-    found = directory.discover(tmp_path)
+    discovered = directory.discover(tmp_path)
     for experiment in make_study("s", {}, [slow, fast], [0]).experiments:
-        (run,) = found.attempts(experiment)
+        (run,) = discovered.attempts(experiment)
         assert run.experiment.lr == experiment.lr
         assert run in runs
 
@@ -217,9 +217,9 @@ def test_attempts_are_found_whatever_their_arm_is_called(tmp_path: Path) -> None
 def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     status = Status(state=State.FAILED, reason="rank 1: «ü»\n", exit_code=-9, job_id="12_3", attempts=2)
     RunDir(tmp_path).set_status(status)
-    found = RunDir(tmp_path).status
-    assert abs(found.updated - time.time()) < 5
-    assert {**asdict(found), "updated": 0.0} == asdict(status)
+    written = RunDir(tmp_path).status
+    assert abs(written.updated - time.time()) < 5
+    assert {**asdict(written), "updated": 0.0} == asdict(status)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +237,14 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
 )
 def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str, fault: str) -> None:
     (tmp_path / "status.json").write_bytes(content.encode("latin-1"))
-    found = RunDir(tmp_path).status
-    assert (found.state, found.is_lost) == (State.UNKNOWN, True)
-    assert f"status.json is damaged: {fault}" in (found.reason or "")
-    nowhere = RunDir(tmp_path / "nowhere").status
-    assert (nowhere.state, nowhere.reason) == (
-        State.UNKNOWN,
-        "status.json cannot be read: No such file or directory",
-    )
+    status = RunDir(tmp_path).status
+    assert (status.state, status.is_lost) == (State.UNKNOWN, True)
+    assert f"status.json is damaged: {fault}" in (status.reason or "")
+
+
+def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
+    words = "status.json cannot be read: No such file or directory"
+    assert RunDir(tmp_path).status == Status(state=State.UNKNOWN, reason=words)
 
 
 def test_space_is_reserved_until_the_end(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,7 +23,6 @@ from moelab.launch.slurm import (
     parse_scontrol,
     parse_squeue,
     state_of,
-    words_of,
 )
 from moelab.runs.status import State
 
@@ -47,16 +47,16 @@ def squeue_text(version: str) -> str:
     return (DATA / f"squeue_{version}.json").read_text()
 
 
-def shown(found: list[SlurmJob]) -> dict[str, Any]:
-    return {job.job_id: (job.state, job.exit_code, job.restarts, job.raw_id) for job in found}
+def shown(jobs: Iterable[SlurmJob]) -> dict[str, Any]:
+    return {job.job_id: (job.state, job.exit_code, job.restarts, job.raw_id) for job in jobs}
 
 
 @pytest.mark.parametrize("version", RECORDED)
 def test_recorded_answers(version: str) -> None:
-    found = list(parse_squeue(squeue_text(version)))
-    assert shown(found) == shown(list(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text()))) == EXPECTED
-    assert {job.comment for job in found if job.job_id != "6"} == {"moelab:study:0a1b2c"}
-    waits = {job.job_id: job.reason for job in found}
+    jobs = list(parse_squeue(squeue_text(version)))
+    assert shown(jobs) == shown(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text())) == EXPECTED
+    assert {job.comment for job in jobs if job.job_id != "6"} == {"moelab:study:0a1b2c"}
+    waits = {job.job_id: job.reason for job in jobs}
     assert (waits["1_3"], waits["1_6"], waits["1_4"]) == ("BeginTime", "Resources", None)
 
 
@@ -67,7 +67,7 @@ def test_a_state_as_a_word_among_numbers_as_objects() -> None:
         job["job_state"] = job["job_state"][0]
         job["exit_code"]["return_code"] = job["exit_code"]["return_code"]["number"]
         job["exit_code"]["signal"] = {"signal_id": job["exit_code"]["signal"]["id"]["number"], "name": ""}
-    assert shown(list(parse_squeue(json.dumps(content)))) == EXPECTED
+    assert shown(parse_squeue(json.dumps(content))) == EXPECTED
 
 
 ERRORS = '{"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}'
@@ -144,18 +144,14 @@ NOISE = "Welcome, 3 new messages {today}\n\x1b[31mplugin_load: auth/slurm\x1b[0m
 
 @pytest.mark.parametrize("before", ["", NOISE])
 def test_an_answer_is_found_among_what_plugins_and_wrappers_print(before: str) -> None:
-    assert shown(list(parse_squeue(f"{before}{squeue_text('24.11.5')}slurm_load_jobs: done\n"))) == EXPECTED
-    assert shown(list(parse_scontrol(before + (DATA / "scontrol_22.05.8.txt").read_text()))) == EXPECTED
+    assert shown(parse_squeue(f"{before}{squeue_text('24.11.5')}slurm_load_jobs: done\n")) == EXPECTED
+    assert shown(parse_scontrol(before + (DATA / "scontrol_22.05.8.txt").read_text())) == EXPECTED
 
 
 def test_a_job_or_a_field_that_cannot_be_read_hides_no_other_job() -> None:
     good = {"job_id": 2, "job_state": "RUNNING", "restart_cnt": 1}
-    odd = {
-        "job_id": 3,
-        "restart_cnt": "?",
-        "exit_code": {"return_code": "x", "signal": 4},
-        "state_reason": "a\nb\x1b",
-    }
+    code = {"return_code": "x", "signal": 4}
+    odd = {"job_id": 3, "restart_cnt": "?", "exit_code": code, "state_reason": "a\nb\x1b"}
     rows = [None, {}, {"job_id": "x"}, {"job_id": -1}, good, odd, {"job_id": {"set": False}, "job_state": []}]
     two, three = parse_squeue(json.dumps({"jobs": rows}))
     assert (two.job_id, two.state, two.restarts) == ("2", "RUNNING", 1)
@@ -176,10 +172,8 @@ def test_a_job_or_a_field_that_cannot_be_read_hides_no_other_job() -> None:
         ("9_0|10|NODE_FAIL|0:0\n9_0|10|COMPLETED|0:0\n", {"9_0": "COMPLETED"}),  # requeued, with duplicates
         ("9_0|10|TIMEOUT|0:0\n9_0.batch|10.batch|CANCELLED|0:15\n9_0.extern|x|COMPLETED|0:0\n", {"9_0": "TIMEOUT"}),
         ("9+0|9|FAILED|1:0\n9+1|10|FAILED|1:0\n10|10|FAILED|1:0\n", {"10": "FAILED"}),  # of one with components
-        (
-            "9|9|CANCELLED+|0:0\n10|10|OUT_OF_ME+|0:125\n11|11|R+|0:0\n",
-            {"9": "CANCELLED", "10": "OUT_OF_MEMORY", "11": "R+"},
-        ),
+        ("9|9|CANCELLED+|0:0\n10|10|OUT_OF_ME+|0:125\n", {"9": "CANCELLED", "10": "OUT_OF_MEMORY"}),
+        ("11|11|R+|0:0\n", {"11": "R+"}),  # of several states
         ("9|FAILED|1:0\n", {"9": "FAILED"}),  # the completion log
         ("9|9|FAILED|1:0|\n", {"9": "FAILED"}),
         ("9|9|FAILED||\n", {"9": "FAILED"}),
@@ -191,11 +185,6 @@ def test_a_job_or_a_field_that_cannot_be_read_hides_no_other_job() -> None:
 def test_accounting(table: str, states: dict[str, str]) -> None:
     """The second as in a public audit of accounting: an array that was cancelled while it waited is one row."""
     assert {job.job_id: job.state for job in parse_sacct(table)} == states
-
-
-def test_an_end_in_words() -> None:
-    (job,) = parse_sacct("12_3|15|CANCELLED by 1000|0:15")
-    assert (job.raw_id, job.exit_code, words_of(job)) == ("15", -15, "Slurm: CANCELLED")
 
 
 def test_an_array_is_asked_for_as_a_whole_and_nothing_else_than_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

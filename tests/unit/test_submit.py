@@ -35,10 +35,12 @@ from moelab.launch.slurm import (
 )
 from moelab.launch.status import cancel, refresh
 from moelab.launch.submit import adopt, dry_run, submit
+from moelab.machine import boot_id
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import BY_CANCEL, State, Status
 
 STUDIES = Path(__file__).parents[2] / "studies"
+TIMED_OUT = "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out if no rank started"
 FINAL_OF_SLURM = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"]
 
 
@@ -168,12 +170,19 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     assert find(tmp_path) == [lost]
 
 
+def test_a_run_whose_launcher_was_killed_here_is_submitted_anew(tmp_path: Path, cluster: ClusterProfile) -> None:
+    run = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
+    run.set_status(Status(state=State.RUNNING, boot_id=boot_id()))
+    plan = submit(small(), tmp_path, cluster, submit=False)
+    assert run.status.reason == "the launcher was killed"
+    assert run not in plan.prepared
+
+
 def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, cluster: ClusterProfile) -> None:
     bad = make_run(tmp_path, small().experiments[0], [8.0] * 4)
     (bad.path / "experiment.yaml").unlink()
     done = submit(small(), tmp_path, cluster, submit=False)
-    assert (len(done.prepared), [one.run for one in done.discovered.left_out]) == (2, [bad])
-    assert done.to_json()["left_out"][0]["run"] == bad.name
+    assert (len(done.prepared), done.to_json()["left_out"][0]["run"]) == (2, bad.name)
     assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
 
 
@@ -189,12 +198,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
         (State.SUBMITTED, job("PENDING", reason="Priority"), State.SUBMITTED, "Slurm: PENDING (Priority)"),
         (State.SUBMITTED, job("RUNNING"), State.RUNNING, None),
         (State.RUNNING, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
-        (
-            State.RUNNING,
-            job("TIMEOUT", reason="TimeLimit"),
-            State.FAILED,
-            "Slurm: TIMEOUT (TimeLimit); see train.log, or slurm-7_0.out if no rank started",
-        ),
+        (State.RUNNING, job("TIMEOUT", reason="TimeLimit"), State.FAILED, TIMED_OUT),
         (State.RUNNING, job("PENDING", reason="BeginTime", restarts=1), State.SUBMITTED, "Slurm: PENDING (BeginTime)"),
         (State.UNKNOWN, job("RUNNING", restarts=1), State.RUNNING, None),
         (State.UNKNOWN, job("CANCELLED"), State.CANCELLED, "Slurm: CANCELLED"),
@@ -208,12 +212,7 @@ def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: Cluster
     ],
 )
 def test_what_the_job_wrote_and_what_slurm_says(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    own: State,
-    said: SlurmJob | None,
-    state: State,
-    reason: str | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: State, said: SlurmJob | None, state: State, reason: str | None
 ) -> None:
     monkeypatch.setattr(slurm, "queue", lambda: [said] if said else [])
     monkeypatch.setattr(slurm, "ended_by_accounting", lambda *_: {})

@@ -106,6 +106,7 @@ def test_combine_with_an_empty_side() -> None:
         pd.testing.assert_frame_equal(metrics_table(both), metrics_table(full))
 
 
+LOSS_NAME = "loss_metrics/global_avg_loss"
 HISTORY = [
     {"_step": 1, "_timestamp": 100.5, "loss_metrics/global_avg_loss": 8.25, "throughput(tps)": 4000.5, "mfu(%)": None,
      "memory/max_reserved(GiB)": 12.5, "lr/AdamW/0": 0.001, "lr/AdamW/1": 0.002},
@@ -118,14 +119,9 @@ HISTORY = [
 def test_wandb_history(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"history.{kind.split()[0]}"
     frame = pd.DataFrame(HISTORY)
-    path.write_text(
-        {
-            "csv": frame.to_csv(),
-            "json": json.dumps(HISTORY),
-            "jsonl": "\n".join(map(json.dumps, HISTORY)),
-            "json by column": frame.to_json(),
-        }[kind]
-    )
+    lines = "\n".join(map(json.dumps, HISTORY))
+    texts = {"csv": frame.to_csv(), "json": json.dumps(HISTORY), "jsonl": lines, "json by column": frame.to_json()}
+    path.write_text(texts[kind])
     (read,) = read_wandb(path)
     assert tuple(read.rows.columns) == COLUMNS
     assert picked(read.rows, "segment", "step", "loss", "tps", "time") == [
@@ -139,12 +135,9 @@ def test_wandb_history(tmp_path: Path, kind: str) -> None:
 
 
 def test_wandb_chart_of_two_runs(tmp_path: Path) -> None:
-    name = "loss_metrics/global_avg_loss"
     path = tmp_path / "chart.csv"
-    path.write_text(
-        f'"Step","bf16 - a - {name}","bf16 - a - {name}__MIN","mxfp8 - {name}"\n'
-        '10,"7.5","0.1","7.25"\n20,"7.0","0.1",""\n'
-    )
+    columns = f'"Step","bf16 - a - {LOSS_NAME}","bf16 - a - {LOSS_NAME}__MIN","mxfp8 - {LOSS_NAME}"'
+    path.write_text(f'{columns}\n10,"7.5","0.1","7.25"\n20,"7.0","0.1",""\n')
     first, second = read_wandb(path)
     assert picked(first.rows, "run", "step", "loss") == [("bf16 - a", 10, 7.5), ("bf16 - a", 20, 7.0)]
     assert picked(second.rows, "run", "step", "loss") == [("mxfp8", 10, 7.25)]
@@ -153,13 +146,10 @@ def test_wandb_chart_of_two_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["NaN", math.nan, "Infinity"])
 def test_wandb_reported_nan_is_a_failure_and_a_missing_value_is_not(tmp_path: Path, value: object) -> None:
     path = tmp_path / "history.json"
-    path.write_text(json.dumps([*HISTORY, {"_step": 20, "loss_metrics/global_avg_loss": value, "tflops": 1.0}]))
+    path.write_text(json.dumps([*HISTORY, {"_step": 20, LOSS_NAME: value, "tflops": 1.0}]))
     (read,) = read_wandb(path)
     assert read.reason == f"loss is {float(value)} at step 20 (segment 0)"  # type: ignore[arg-type]
     assert read.rows["step"].tolist() == [1, 10, 20]
-
-
-LOSS_NAME = "loss_metrics/global_avg_loss"
 
 
 def history(shift: float = 0.0, first: int = 1, last: int = 30, at: float = 1e9, **more: str) -> pd.DataFrame:

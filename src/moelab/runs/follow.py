@@ -377,8 +377,8 @@ def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtyp
 def format_seconds(seconds: float) -> str:
     """A duration for a person.
 
-    >>> format_seconds(200)
-    '3 min 20 s'
+    >>> [format_seconds(seconds) for seconds in (0.4, 59.6, 200, 3599.7, 36_061)]
+    ['0 s', '1 min 0 s', '3 min 20 s', '1 h 0 min', '10 h 1 min']
     """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
