@@ -37,19 +37,9 @@ from moelab.runs.side_files import Environment
 from moelab.runs.table import merge_segments
 
 ARM_FIELDS = frozenset(
-    {
-        "seed",
-        "precision",
-        "mxfp8_kernels",
-        "quantize",
-        "wgrad",
-        "ep_backend",
-        "ep_kernels",
-        "dispatch_precision",
-        "routing",
-    }
+    ("precision", "mxfp8_kernels", "quantize", "wgrad", "ep_backend", "ep_kernels", "dispatch_precision", "routing")
 )
-"""What sets two arms apart; every other field should be the same in both."""
+"""What sets two arms apart, beside the seed; every other field should be the same in both."""
 NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
 """Settings that a step's time does not depend on."""
 SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")

@@ -119,9 +119,9 @@ def compare_convergence(
     Raises:
         BadInput: An arm has no loss, or an option is out of range.
     """
-    quantity, by_seed = "held-out loss", losses
+    quantity = "held-out loss"
+    by_seed = losses.by_run if isinstance(losses, FinalLosses) else losses
     if isinstance(losses, FinalLosses):
-        by_seed = losses.by_run
         diverged, lost = {**losses.diverged, **diverged}, {**losses.lost, **lost}
         first, last = options["steps"] = losses.first_step, losses.last_step
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"

@@ -217,14 +217,13 @@ class Side:
 
     @property
     def _shape(self) -> ModelShape | None:
-        """The experiment's model; from elsewhere, the only one with as many parameters and no other name."""
+        """The experiment's model; from elsewhere, the one with as many parameters and no other name."""
         if self.experiment is not None:
             return shape_for(self.experiment)
         known = self.settings.values
-        counted = [shape for shape in SHAPES.values() if str(count_parameters(shape).total) == known.get("parameters")]
-        named = [shape for shape in counted if known.get("model", shape.name) == shape.name]
-        # A shape of another name with as many parameters makes the match a guess.
-        return named[0] if len(counted) == len(named) == 1 else None
+        named = [shape for shape in SHAPES.values() if known.get("model", shape.name) == shape.name]
+        # A log that gives its model another name makes a match by parameters a guess.
+        return next((shape for shape in named if str(count_parameters(shape).total) == known.get("parameters")), None)
 
     @cached_property
     def _interval_steps(self) -> int:
