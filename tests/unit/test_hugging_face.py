@@ -141,6 +141,11 @@ def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> 
     found = read_model(str(tmp_path))
     assert (found.model, found.shape) == ("671B", {})
     assert "other modalities (vision_config)" in found.left
+    thinker = {
+        "thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}
+    }  # two levels, as Qwen3-Omni
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
+    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
 
 
 def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:
@@ -160,24 +165,19 @@ def test_shared_experts_by_their_width(tmp_path: Path) -> None:
         assert (found.model, shape_from(str(tmp_path)).num_shared_experts) == ("671B", expected)
 
 
-def test_a_language_model_two_levels_down(tmp_path: Path) -> None:
-    """As Qwen3-Omni's."""
-    thinker = {"thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
-    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
-
-
-@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read as JSON"), ("[]", "expected a JSON object")])
-def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "config.json").write_text(content)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cut.json", "cannot be read as JSON"),
+        ("list.json", "expected a JSON object"),
+        ("no/such/config.json", r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"),
+    ],
+)
+def test_what_is_no_configuration(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "cut.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
     with pytest.raises(BadInput, match=said):
-        read_model(str(tmp_path / "config.json"))
-
-
-@pytest.mark.parametrize("source", ["Qwen4-1T", "no/such/config.json"])
-def test_what_is_neither_a_file_nor_a_model(source: str) -> None:
-    with pytest.raises(BadInput, match=r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"):
-        read_model(source)
+        read_model(str(tmp_path / name))
 
 
 def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from moelab.mxfp8.quantise import NotWholeBlocks
 from moelab.titan.models import model_spec
 
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192}
-PUBLISHED = {"model": "671B", **ON_256, "tp": 2, "pp": 2, "ep": 32}
 
 
 def experiment(**fields: Any) -> Experiment:
@@ -56,16 +55,6 @@ def test_known_cases(fields: dict[str, Any], expected: str | None) -> None:
     if expected:
         assert len(verdict.reasons) == 1
         assert expected in verdict.reasons[0]
-
-
-def test_the_published_layout_resolves_as_published() -> None:
-    layout = check(Experiment(**PUBLISHED)).layout
-    assert layout is not None
-    assert (layout.dp_shard, layout.efsdp, layout.world_size) == (64, 4, 256)
-    assert (layout.microbatches, layout.microbatch_size) == (64, 1)
-    assert layout.stages_of_rank == ((0,), (1,))
-    assert [len(stage) for stage in layout.stages] == [32, 32]
-    assert layout.data_parallel == 64
 
 
 def test_without_a_pipeline_the_whole_batch_is_one_microbatch() -> None:

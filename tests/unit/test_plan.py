@@ -60,6 +60,7 @@ def test_a_plan_for_a_program(call: Any) -> None:
     assert (legal.code, legal.err, legal.json["legal"], legal.json["reasons"]) == (0, "", True, [])
     layout = legal.json["layout"]
     assert (layout["dp_shard"], layout["efsdp"], layout["microbatches"]) == (64, 4, 64)
+    assert ([len(stage) for stage in layout["stages"]], layout["stages_of_rank"]) == ([32, 32], [[0], [1]])
     assert (layout["global_batch"], layout["tokens_per_step"]) == (4096, 33_554_432)
     assert (illegal.code, illegal.err, illegal.json["legal"]) == (3, "", False)
     assert "= 16. Legal ep: 1, 2, 4, 8, 16" in illegal.json["reasons"][0]

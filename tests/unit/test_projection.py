@@ -420,18 +420,6 @@ def test_fewer_sequences_than_pipeline_stages_are_searched_too() -> None:
     assert {(1, "gpipe"), (8, "GPipe")} <= {(one.experiment.pp, one.experiment.pp_schedule) for one in found.ranked}
 
 
-def test_a_search_uses_the_network_that_it_is_given() -> None:
-    experiment = Experiment(
-        **{**SMALL, "hardware": "h100_x1024", "ep": 16, "nodes": 2, "activation_checkpoint": "full"}
-    )
-    cluster = with_network(cluster_of("h100_x1024"), 400.0)
-    fixed = ("pp", "cp", "tp", "ep", "dp_replicate")
-    slow, fast = (recommend(experiment, one, fixed=fixed, limit=1) for one in (None, cluster))
-    assert fast.ranked[0].projection.tps > slow.ranked[0].projection.tps
-    (gain, *_), (other, *_) = fast.gains, slow.gains
-    assert gain.without.tps != other.without.tps
-
-
 @pytest.mark.parametrize(
     ("hardware", "other", "backend"),
     [

@@ -19,13 +19,13 @@ from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 from torchao.prototype.moe_training.kernels.mxfp8 import quant as reference
 from torchao.prototype.mx_formats import kernels as mx_kernels
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
 from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.mxfp8 import quantised_experts as module
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
 from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
@@ -60,11 +60,6 @@ def test_mxfp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
     torchao_scales, torchao_data = to_mx(x, E4M3, 32, RCEIL)
     assert torch.equal(scales, bits(torchao_scales))
     assert torch.equal(bits(data), bits(torchao_data))
-    finite = x.isfinite().all(1)
-    expanded = to_dtype(torchao_data, torchao_scales, E4M3, 32, torch.bfloat16)
-    # torchao's own expansion makes zeros of the smallest scale, 2^-127
-    ordinary = finite & (scales[:, 0] > 0)
-    assert torch.equal(expand(data, scales, "mxfp8")[ordinary], expanded[ordinary])
 
 
 def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
@@ -86,27 +81,6 @@ def test_casts_compiled_are_the_same(precision: Any) -> None:
     compiled = torch.compile(quantise, fullgraph=True)(x, precision)
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    rows=st.lists(
-        st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32), min_size=1, max_size=4
-    ),
-    precision=st.sampled_from(["mxfp8", "fp8"]),
-)
-def test_expanded_rows_are_near_and_quantised_again_the_same(rows: list[list[float]], precision: Any) -> None:
-    x = torch.tensor(rows).bfloat16()
-    x = torch.where(x.abs() < 2.0**-100, 0.0, x.float()).bfloat16()
-    once = expand(*quantise(x, precision), precision)
-    assert torch.equal(expand(*quantise(once, precision), precision), once)
-    quantum = x.float().abs().amax(-1, keepdim=True) / 448 * 2 * 2.0**-9  # the smallest E4M3 step under the scale
-    assert ((once.double() - x.double()).abs() <= torch.maximum(x.double().abs() / 16, quantum.double() / 2)).all()
-
-
-def test_ragged_blocks_are_refused() -> None:
-    with pytest.raises(NotWholeBlocks, match="48"):
-        quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
 def operands(
@@ -409,14 +383,14 @@ def test_a_nan_in_padding_stays_in_its_row_but_for_its_experts_weights(arithmeti
 
 def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch._scaled_grouped_mm`` replaced by its definition, for tensors that say that they are on CUDA."""
-    shapes: list[tuple[Any, ...]] = []
+    products = []
 
     def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **options: Any) -> Tensor:
         assert options == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         assert a.dtype == b.dtype == E4M3
         assert a.is_contiguous()
         assert b.mT.is_contiguous()  # both operands lie along what is summed over, as Hopper's FP8 products need
-        shapes.append((tuple(a.shape), tuple(b.shape), tuple(scale_a.shape), tuple(scale_b.shape)))
+        products.append(b.ndim)
         if b.ndim == 3:
             x, w = (a.float() * scale_a[:, None]).bfloat16(), (b.float() * scale_b[:, None]).bfloat16()
             return torch._grouped_mm(x, w, offs=offs)
@@ -426,19 +400,11 @@ def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatc
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
     emulated = run("fp8_wgrad_fp8", "fp8")
-    assert not shapes
+    assert not products
     monkeypatch.setattr(module, "_on_cuda", lambda _: True)
     for ours, right in zip(run("fp8_wgrad_fp8", "fp8"), emulated, strict=True):
         torch.testing.assert_close(ours, right, rtol=2**-6, atol=1e-2)
-    R, E = sum(GROUPS), len(GROUPS)
-    assert shapes == [
-        ((R, DIM), (E, DIM, 2 * HIDDEN), (R,), (E, 2 * HIDDEN)),
-        ((R, HIDDEN), (E, HIDDEN, DIM), (R,), (E, DIM)),
-        ((R, DIM), (E, DIM, HIDDEN), (R,), (E, HIDDEN)),
-        ((R, 2 * HIDDEN), (E, 2 * HIDDEN, DIM), (R,), (E, DIM)),
-        *[((HIDDEN, R), (R, DIM), (E * HIDDEN,), (E * DIM,))] * 2,
-        ((DIM, R), (R, HIDDEN), (E * DIM,), (E * HIDDEN,)),
-    ]
+    assert products == [3, 3, 3, 3, 2, 2, 2]  # w1 beside w3 are one product, but for their weight gradients
 
 
 INTERPRETED = """
