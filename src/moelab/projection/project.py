@@ -116,12 +116,6 @@ def project(
     Raises:
         Refused: if the layout is illegal or does not fit, with every reason.
         BadInput: if the hardware lacks a figure that is needed, or has no such profile.
-
-    Example:
-        >>> from moelab.titan.arms import named_arms
-        >>> one = project(named_arms()["dsv3_671b_bf16_standard"])
-        >>> abs(sum(one.breakdown_s.values()) - one.step_time_s) < 1e-9
-        True
     """
     cluster = cluster or cluster_of(experiment.hardware)
     require_figures(experiment, cluster)
