@@ -27,19 +27,13 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """What explains the slow pairs.
+    """What explains the slow pairs."""
 
-    Attributes:
-        nodes: slow with nearly all others.
-        groups: nodes that are fast among themselves and slow with other groups; empty if there is only one group.
-        pairs: slow pairs that neither explains.
-        all_slow: no pair is fast, so nothing can be said about single nodes.
-    """
-
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # slow with nearly all others
+    # nodes that are fast among themselves and slow with other groups; empty if there is only one group
     groups: tuple[tuple[str, ...], ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    all_slow: bool = False
+    pairs: tuple[Pair, ...] = ()  # slow pairs that neither explains
+    all_slow: bool = False  # no pair is fast, so nothing can be said about single nodes
 
 
 def threshold_gb_s(gb_s: Mapping[Pair, float], floor_gb_s: float | None) -> float:

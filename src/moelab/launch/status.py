@@ -51,9 +51,6 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 def refresh(runs: Iterable[RunDir]) -> list[Status]:
     """Update the status of runs, and collect those that ended: Slurm's with one query, and a killed launcher's.
 
-    Args:
-        runs: any.
-
     Returns:
         The status of each. Where Slurm cannot be asked, the last known one, with the reason why it may be out of date.
     """
