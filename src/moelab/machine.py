@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -190,11 +190,14 @@ def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
         )
     for program, *options in (("rocm-smi", "--showproductname"), ("amd-smi", "static", "--asic")):
         listed = run_command([program, *options]) or ""
-        kinds = Counter(re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed))
-        if kinds:
-            named = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-            return GpusUnknown(f"{program} lists {named}", "use NVIDIA GPUs: moelab has never run on ROCm")
+        if models := re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed):
+            return GpusUnknown(f"{program} lists {counted(models)}", "use NVIDIA GPUs: moelab has never run on ROCm")
     return ()
+
+
+def counted(names: Iterable[str]) -> str:
+    """Such as ``8 × NVIDIA B200``."""
+    return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
 
 def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:

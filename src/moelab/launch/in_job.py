@@ -68,12 +68,7 @@ class NodeOfJob:
         return first + (self.job_id * _PORTS_PER_JOB + self.restarts % _PORTS_PER_JOB) % (last - first + 1)
 
     def rendezvous(self, host: str, port: int) -> list[str]:
-        """Options of torchrun for this node; each node's number is given, so that global ranks follow Slurm's order.
-
-        Args:
-            host: name or address of node 0.
-            port: the same on every node.
-        """
+        """Options of torchrun for this node; each node's number is given, so that global ranks follow Slurm's order."""
         return [
             f"--nnodes={self.nodes}",
             f"--node-rank={self.node}",

@@ -188,10 +188,7 @@ class SlurmJob:
 
 
 def queue(cluster: str | None = None) -> list[SlurmJob]:
-    """All jobs that the controller remembers, including those that ended in the last few minutes.
-
-    Args:
-        cluster: its name, if it is not the commands' default.
+    """All jobs that the controller of a cluster remembers, including those that ended in the last few minutes.
 
     Raises:
         SlurmMissing, SlurmError: if it cannot be asked.
@@ -209,9 +206,7 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
 def ended_by_accounting(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
     """Jobs that ended, from accounting; empty where there is no accounting.
 
-    Args:
-        job_ids: such as ``12`` and ``12_3``; whole arrays are asked for, since tasks that never started share one row.
-        cluster: that they were submitted to, if it is not the default.
+    Whole arrays are asked for, since tasks that never started share one row.
     """
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
@@ -374,22 +369,15 @@ def _shown(word: str) -> str | None:
     return None if word in _HIDDEN else _line(word)
 
 
-WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
-FAILED = {
-    "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "LAUNCH_FAILED",
-    "RECONFIG_FAIL",
-}  # fmt: skip
-CANCELLED = {"CANCELLED"}
-STATES = WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"}
+_WORDS = {
+    State.SUBMITTED: "PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD",
+    State.RUNNING: "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT",
+    State.FAILED: "FAILED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED LAUNCH_FAILED RECONFIG_FAIL",
+    State.CANCELLED: "CANCELLED",
+    State.COMPLETED: "COMPLETED",
+}
 # An unknown word is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.
-_STATES = (
-    (WAITS, State.SUBMITTED),
-    (RUNS, State.RUNNING),
-    (FAILED, State.FAILED),
-    (CANCELLED, State.CANCELLED),
-    ({"COMPLETED"}, State.COMPLETED),
-)
+STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 
 def state_of(job: SlurmJob) -> State:
@@ -399,7 +387,7 @@ def state_of(job: SlurmJob) -> State:
         >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
         <State.FAILED: 'failed'>
     """
-    return next((state for words, state in _STATES if job.state in words), State.UNKNOWN)
+    return STATES.get(job.state, State.UNKNOWN)
 
 
 def words_of(job: SlurmJob) -> str:

@@ -157,10 +157,7 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
 
 
 def cancel(runs: Iterable[RunDir]) -> list[Status]:
-    """Cancel waiting and running jobs; ended ones are left as they are.
-
-    Args:
-        runs: any; those that were prepared for Slurm but not submitted are cancelled too.
+    """Cancel waiting and running jobs, and runs that were only prepared; ended ones are left as they are.
 
     Raises:
         Refused: if none of the runs was prepared for Slurm.
@@ -225,11 +222,7 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
 
 
 def drain(nodes: Sequence[str], reason: str) -> None:
-    """Let nodes finish what they run and take no more, until an operator resumes them.
-
-    Args:
-        nodes: their names in Slurm.
-        reason: for the operators.
+    """Let nodes finish what they run and take no more, until an operator, who sees the reason, resumes them.
 
     Raises:
         BadInput: for an invalid name or reason.

@@ -283,10 +283,6 @@ class StudyFollower:
     """All runs at or below a path, the newest attempt at each arm and seed.
 
     The path need not exist yet: a job that waits makes its folder when it starts.
-
-    Args:
-        path: a run, a study, or the folder of all studies.
-        clock: monotonic seconds.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -317,11 +313,8 @@ class StudyFollower:
     def ask(self, scheduler: Callable[[Sequence[RunDir]], Sequence[Status]]) -> str:
         """Have the status files brought up to date; the next poll reads them.
 
-        Args:
-            scheduler: returns the status of each run; where it could not find out, with a reason beyond the file's.
-
         Returns:
-            That reason, or an empty text.
+            The reason why the scheduler could not find out, which is beyond the file's; else an empty text.
         """
         runs = [one.run for one in self.runs]
         statuses = scheduler(runs)

@@ -7,7 +7,6 @@ that they belong to, by name, and hides neither this run nor another.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision
+from moelab.machine import counted
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RECORDED_FOLDER, RunDir
 
 ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
@@ -71,10 +71,8 @@ class Environment(_Written):
         >>> Environment.model_construct(gpus=[], processor="A processor", cores=2, hosts=1).machine
         'A processor, 2 cores, no GPU'
         """
-        counts = Counter(gpu.name for gpu in self.gpus)
-        models = ", ".join(f"{count} × {name}" for name, count in counts.items())
         none = "no GPU" if self.on_cpu else f"GPUs unknown: {self.gpu_problem}"
-        one = models or f"{self.processor}, {self.cores} cores, {none}"
+        one = counted(gpu.name for gpu in self.gpus) or f"{self.processor}, {self.cores} cores, {none}"
         return one if self.hosts == 1 else f"{one} on each of {self.hosts} hosts"
 
     @property

@@ -398,13 +398,7 @@ def _matching_segments(log: Columns, tb: Columns) -> dict[int, int]:
 
 
 def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
-    """Steps that reported NaN or Inf as their gradient norm; of a step that was repeated, the last value counts.
-
-    Args:
-        columns: of a metrics table that is not made yet, with :data:`REPORTED_NAN`.
-
-    Returns:
-        NaN or Inf by step, in the order of the steps.
+    """NaN or Inf by the step that reported it as its gradient norm; of a repeated step the last value counts.
 
     >>> grad_norms_not_finite({"segment": [0, 0, 1], "step": [7, 8, 8], "grad_norm": [float("inf"), REPORTED_NAN, 0.5]})
     {7: inf}
