@@ -21,8 +21,9 @@ import nbformat
 
 from moelab.experiment import Experiment
 from moelab.notebooks import PlanParameters, ProjectParameters, validated
+from moelab.notebooks.parameters import NotebookParameters
 from moelab.viz import LayoutExplorer
-from moelab.viz.grouped_gemm import ExpertExplorer
+from moelab.viz.grouped_gemm import MODELS, ExpertExplorer
 from moelab.viz.mxfp8 import QuantisationExplorer
 from moelab.viz.projection import ProjectionExplorer
 from moelab.viz.theme import LINE_PX
@@ -41,15 +42,10 @@ _CASES: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Choices of an explorer that the site has.
+    """Choices of an explorer that the site has."""
 
-    Attributes:
-        explorers: by what they begin with; a menu chooses among several.
-        choices: values of some controls; all others stay where they begin.
-    """
-
-    explorers: Mapping[str, Explorer]
-    choices: Mapping[str, Sequence[Any]]
+    explorers: Mapping[str, Explorer]  # by what they begin with; a menu chooses among several
+    choices: Mapping[str, Sequence[Any]]  # values of some controls; all others stay where they begin
 
     @property
     def controls(self) -> dict[str, list[str]]:
@@ -66,42 +62,45 @@ class Grid:
         return begins + [list(values).index(explorer.controls[name].value) for name, values in self.choices.items()]
 
 
-def _quantise(notebook: Path) -> Grid:
-    return Grid(
+def _experiment(notebook: Path, schema: type[NotebookParameters]) -> Experiment:
+    """What a notebook's parameters are as authored."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
+    values = {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
+    experiment: Experiment = validated(schema, values).to_experiment()
+    return experiment
+
+
+GRIDS: Mapping[str, Callable[[Path], Grid]] = {
+    "01_quantise_to_mxfp8": lambda _notebook: Grid(
         explorers={"": QuantisationExplorer()},
         choices={
             "distribution": ("gaussian", "student_t"),
             "block": (8, 16, 32, 64, 128, 512),
             "outlier_log2": (0, 4, 8),
         },
-    )
-
-
-def _break_even(notebook: Path) -> Grid:
-    explorer = ExpertExplorer("671B", 8192, tp=2, ep=32)
-    return Grid(
-        explorers={"": explorer},
-        choices={name: [value for _, value in explorer.controls[name].options] for name in ("model", "gpu")}
-        | {"tokens": (2048, 4096, 8192, 16384), "ep": (8, 16, 32, 64)},
-    )
-
-
-def _route(notebook: Path) -> Grid:
-    return Grid(
+    ),
+    "02_find_grouped_gemm_break_even": lambda _notebook: Grid(
+        explorers={"": ExpertExplorer("671B", 8192, tp=2, ep=32)},
+        choices={
+            "model": MODELS,
+            "gpu": ("B200, MXFP8", "H100, row-wise FP8"),
+            "tokens": (2048, 4096, 8192, 16384),
+            "ep": (8, 16, 32, 64),
+        },
+    ),
+    "03_route_tokens": lambda _notebook: Grid(
         explorers={"": TrafficExplorer()},
         choices={
             "routing": ("round_robin", "random_balanced", "group_limited", "skewed"),
             "ep": (8, 16, 32, 64),
             "model": ("DeepSeek-V3", "Kimi-K2", "Qwen3-235B-A22B", "Qwen3-30B-A3B"),
         },
-    )
-
-
-def _plan(notebook: Path) -> Grid:
-    begin = validated(PlanParameters, _defaults(notebook)).to_experiment()
-    return Grid(
+    ),
+    "05_plan_layout": lambda notebook: Grid(
         explorers={
-            words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()
+            words: LayoutExplorer(Experiment(**(_experiment(notebook, PlanParameters).model_dump() | fields)))
+            for words, fields in _CASES.items()
         },
         choices={
             "figure": ("memory", "pipeline", "mesh"),
@@ -109,13 +108,9 @@ def _plan(notebook: Path) -> Grid:
             "ep": (8, 16, 32, 64),
             "activation_checkpoint": ("selective", "full"),
         },
-    )
-
-
-def _project(notebook: Path) -> Grid:
-    begin = validated(ProjectParameters, _defaults(notebook)).to_experiment()
-    return Grid(
-        explorers={"": ProjectionExplorer(begin)},
+    ),
+    "08_project_to_cluster": lambda notebook: Grid(
+        explorers={"": ProjectionExplorer(_experiment(notebook, ProjectParameters))},
         choices={
             "gpu": ("H100", "H200", "B200", "GB200"),
             "gpus": (128, 256, 512, 1024, 2048, 4096),
@@ -123,24 +118,9 @@ def _project(notebook: Path) -> Grid:
             "ep_backend": ("standard", "deepep"),
             "routing": ("round_robin", "random_balanced"),
         },
-    )
-
-
-GRIDS: Mapping[str, Callable[[Path], Grid]] = {
-    "01_quantise_to_mxfp8": _quantise,
-    "02_find_grouped_gemm_break_even": _break_even,
-    "03_route_tokens": _route,
-    "05_plan_layout": _plan,
-    "08_project_to_cluster": _project,
+    ),
 }
 """By the notebook whose explorer it is of: the grid, made from the notebook's file."""
-
-
-def _defaults(notebook: Path) -> dict[str, Any]:
-    """Values of a notebook's parameters cell."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
-    return {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
 
 
 def script(name: str, grid: Grid) -> str:

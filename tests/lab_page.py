@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lab_server import Lab
-from playwright.sync_api import Browser, Locator
+from playwright.sync_api import Browser, Locator, Page
 
 from moelab.notebooks.batch import END_MARKER
 
@@ -84,25 +84,36 @@ WATCH = """() => {
 }"""
 
 
+def complaints_and_requests(page: Page) -> tuple[list[str], list[str]]:
+    """Lists that fill up with what a page says as error, warning or dialog, and with the addresses that it asks for."""
+    complaints: list[str] = []
+    requests: list[str] = []
+
+    def hear(kind: str, text: str) -> None:
+        if kind in ("error", "warning") and not NOISE.search(text):
+            complaints.append(text)
+
+    page.on("console", lambda message: hear(message.type, message.text))
+    page.on("pageerror", lambda error: hear("error", str(error)))
+    page.on("dialog", lambda dialog: (hear("error", dialog.message), dialog.dismiss()))
+    page.on("request", lambda request: requests.append(request.url))
+    return complaints, requests
+
+
 class LabPage:
     """A notebook in a browser.
 
-    Attributes:
-        page: of Playwright.
-        complaints: what the page wrote to its console as error or warning, or threw, without :data:`NOISE`.
-        requests: addresses beyond the server that it asked for; none is answered.
-        updates: sizes in bytes of what kernels sent to change figures that are there.
+    ``complaints`` are without :data:`NOISE`; none of ``requests``, addresses beyond the server, is answered;
+    ``updates`` are sizes in bytes of what kernels sent to change figures that are there.
     """
 
     def __init__(self, browser: Browser, lab: Lab, notebook: str) -> None:
         width, height = SIZES[0]
         self.page = browser.new_page(viewport={"width": width, "height": height})
-        self.complaints: list[str] = []
+        self.complaints, _ = complaints_and_requests(self.page)
         self.requests: list[str] = []
         self.updates: list[int] = []
         self.page.set_default_timeout(LONGEST_ACTION_MS)
-        self.page.on("console", lambda message: self._hear(message.type, message.text))
-        self.page.on("pageerror", lambda error: self._hear("error", str(error)))
         self.page.on("websocket", lambda socket: socket.on("framereceived", self._weigh))
         self.page.route(lambda url: not url.startswith((lab.url, "data:", "blob:")), self._refuse)
         self.page.goto(lab.url_of(notebook))
@@ -203,10 +214,6 @@ class LabPage:
         content = frame.encode() if isinstance(frame, str) else frame
         if b'"changes"' in content:
             self.updates.append(len(content))
-
-    def _hear(self, kind: str, text: str) -> None:
-        if kind in ("error", "warning") and not NOISE.search(text):
-            self.complaints.append(text)
 
     def _refuse(self, route: Any) -> None:
         self.requests.append(route.request.url)

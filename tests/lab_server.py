@@ -36,19 +36,12 @@ SETTINGS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false"
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A running server.
+    """A running server."""
 
-    Attributes:
-        url: with a slash at its end.
-        token: that a browser must show.
-        root: folder of the notebooks.
-        folder: of all that the server writes.
-    """
-
-    url: str
+    url: str  # with a slash at its end
     token: str
-    root: Path
-    folder: Path
+    root: Path  # of the notebooks
+    folder: Path  # of all that the server writes
 
     def url_of(self, notebook: str) -> str:
         """Where a browser finds a notebook of ``root``, in a workspace of its own."""

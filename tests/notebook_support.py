@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shutil
@@ -14,7 +16,8 @@ from typing import Any
 
 import nbformat
 
-NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -24,9 +27,37 @@ def notebook_trains(notebook: Path) -> bool:
     return re.search(r'"steps = \d', notebook.read_text()) is not None
 
 
+def sources(name: str) -> list[str]:
+    """Of a notebook's code cells."""
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == "code"]
+
+
+def parameters_cell(name: str) -> str:
+    cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
+    (source,) = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    return str(source)
+
+
+def default_values(name: str) -> dict[str, Any]:
+    """What a notebook's parameters cell assigns."""
+    values: dict[str, Any] = {}
+    exec(parameters_cell(name), {}, values)
+    return values
+
+
+def judge_exercise(name: str, line: str, answer: str, **namespace: Any) -> None:
+    """The cell with this line says "not yet" as it is, and "solved" with the answer in the line's place."""
+    (source,) = [source for source in sources(name) if line in source]
+    for text, said in ((source, "not yet\n"), (source.replace(line, answer), "solved\n")):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(text, dict(namespace))
+        assert printed.getvalue() == said
+
+
 @dataclass(frozen=True)
 class Ran:
-    """A notebook that nbmake ran with its defaults: the folder that it ran in, and what its code cells showed."""
+    """A notebook that ran: the folder that it ran in, and what its code cells showed."""
 
     folder: Path
     outputs: list[Any]
@@ -42,6 +73,11 @@ class Ran:
         return [" ".join(one["layout"]["title"]["text"].replace("<br>", " ").split()) for one in self.shown(PLOTLY)]
 
 
+def ran(copy: Path) -> Ran:
+    cells = nbformat.read(copy, as_version=4).cells
+    return Ran(copy.parent, [output for cell in cells if cell.cell_type == "code" for output in cell.outputs])
+
+
 NO_PICTURES = {"BROWSER_PATH": "/no/browser"}
 """Variables under which figures are shown without a picture each: a Chromium for every notebook takes 5 s of a core."""
 
@@ -53,9 +89,7 @@ def run_by_nbmake(notebook: Path, folder: Path) -> tuple[Ran, str]:
     command += ["-p", "no:cacheprovider", "."]
     variables = {**os.environ, **NO_PICTURES}
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-    cells = nbformat.read(folder / notebook.name, as_version=4).cells
-    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
-    return Ran(folder, outputs), "" if done.returncode == 0 and "1 passed" in done.stdout else done.stdout
+    return ran(folder / notebook.name), "" if done.returncode == 0 and "1 passed" in done.stdout else done.stdout
 
 
 def sbatch_that_tells(folder: Path, called: Path) -> Path:

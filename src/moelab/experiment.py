@@ -296,8 +296,8 @@ class Experiment(BaseModel):
     def arm(self) -> str:
         """Folder-safe name of the arm: what usually distinguishes it, and then ``arm_fields``.
 
-        >>> Experiment(precision="mxfp8", wgrad="bf16").arm
-        'mxfp8_standard_wgrad-bf16'
+        >>> Experiment(precision="mxfp8", quantize="experts+linears", wgrad="bf16").arm
+        'mxfp8_standard_linears_wgrad-bf16'
         >>> Experiment(lr=1e-5, compile="model+loss", arm_fields=["lr", "compile"]).arm
         'bf16_standard_lr-1e-05_compile-model+loss'
         """

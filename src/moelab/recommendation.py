@@ -367,7 +367,8 @@ def answer_lines(advice: Recommendation, name: str = "") -> list[str]:
     if advice.best.rests_on and seen:
         lines.append(f"best of what was seen: {layout_words(seen.experiment)}: {speed_text(seen)}")
     if advice.own_tps is not None and advice.own_tps < advice.best.tps:
-        faster = f"the best is {100 * (advice.best.tps / advice.own_tps - 1):.1f} % faster"
+        times = advice.best.tps / advice.own_tps
+        faster = f"the best is {100 * (times - 1):.1f} % faster" if times < 2 else f"the best is {times:.1f} × as fast"
         lines.append(f"as given: {layout_words(x)}: {advice.own_tps:,.0f} tokens/s per GPU; {faster}")
     return [*lines, *(gain_text(gain, said=advice.best.rests_on) for gain in advice.gains)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from lab_page import complaints_and_requests
 from playwright.sync_api import Browser, Page
 from run_support import make_run
 
@@ -30,33 +32,22 @@ def page(browser: Browser) -> Iterator[Page]:
 
 
 def study_table() -> pd.DataFrame:
-    noise = np.random.default_rng(0)
-    parts = []
-    for arm, tps in (("bf16_standard", 2000.0), ("mxfp8_standard", 1500.0)):
-        for seed in range(4):
-            step = np.arange(1, 81)
-            loss = 8.1 - 2.5 * step / 80 + noise.normal(0, 0.02, 80)
-            columns = {"segment": np.zeros(80, int), "step": step, "loss": loss, "tps": tps + noise.normal(0, 30, 80)}
-            table = metrics_table(columns, run=f"study/{arm}/seed{seed}/1")
-            parts.append(table.assign(arm=pd.array([arm] * 80, "string"), seed=pd.array([seed] * 80, "Int64")))
+    noise, step, parts = np.random.default_rng(0), np.arange(1, 81), []
+    for arm, seed in itertools.product(("bf16_standard", "mxfp8_standard"), range(4)):
+        columns = {"arm": [arm] * 80, "seed": [seed] * 80, "segment": [0] * 80, "step": step}
+        columns |= {"loss": 8.1 - 2.5 * step / 80 + noise.normal(0, 0.02, 80), "tps": noise.normal(2000, 30, 80)}
+        parts.append(metrics_table(columns, run=f"study/{arm}/seed{seed}/1"))
     return pd.concat(parts, ignore_index=True)
 
 
 def opened(page: Page, report: Path, figures: int) -> None:
     """Open a report and wait for its figures; whatever is asked for, said or shown on the way is a failure."""
-    complaints: list[str] = []
-    requests: list[str] = []
-    page.on(
-        "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
-    )
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("dialog", lambda dialog: complaints.append(dialog.message))
-    page.on("request", lambda request: requests.append(request.url))
+    complaints, requests = complaints_and_requests(page)
     page.goto(report.as_uri())
     for number in range(figures):
         page.locator(".js-plotly-plot").nth(number).locator(".main-svg").first.wait_for(state="attached")
     assert complaints == []
-    assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert {url.partition(":")[0] for url in requests} <= {"file", "data", "blob"}
     assert page.locator(".js-plotly-plot").count() == figures
     for width, height in ((1280, 800), (1920, 1080)):
         page.set_viewport_size({"width": width, "height": height})

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from build_site import figure_html, write_scripts
 from explorers import Grid, page, script
+from lab_page import complaints_and_requests
 from playwright.sync_api import Browser
 
 from moelab.viz.theme import DARK, INK, new_figure
@@ -33,11 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_explorer_moves_by_keyboard_and_figures_follow_the_theme(browser: Browser, folder: Path) -> None:
     opened = browser.new_page(viewport={"width": 390, "height": 844})
-    complaints: list[str] = []
-    asked: list[str] = []
-    opened.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    opened.on("pageerror", lambda error: complaints.append(str(error)))
-    opened.on("request", lambda request: asked.append(request.url))
+    complaints, requests = complaints_and_requests(opened)
     opened.goto((folder / "index.html").as_uri())
     opened.locator(".js-plotly-plot").nth(1).locator(".main-svg").first.wait_for(state="attached")
     explorer = opened.locator(".moelab-explorer")
@@ -57,5 +54,5 @@ def test_an_explorer_moves_by_keyboard_and_figures_follow_the_theme(browser: Bro
     opened.wait_for_function(f"(color) => {fill} === color", arg=dark)
     assert opened.evaluate("document.documentElement.scrollWidth") <= 390  # wide figures scroll in their own boxes
     assert complaints == []
-    assert {url.partition(":")[0] for url in asked} == {"file"}
+    assert {url.partition(":")[0] for url in requests} == {"file"}
     opened.close()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from notebook_support import Ran
+from figure_support import title
+from notebook_support import ROOT, Ran, default_values
 
 from moelab.analysis.two_by_two import CODE, STOCK, arm_results
 from moelab.hardware import cluster_of
-from moelab.model import shape_of
 from moelab.notebooks import DispatchParameters, read_parameters, validated
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import QUOTED
@@ -21,25 +20,18 @@ from moelab.projection.measured import FULL_NODE, SCALING, TWO_BY_TWO, load_meas
 from moelab.projection.published import published_job
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.step import tps_of
-from moelab.projection.traffic import EXPANDING, EXPANDING_FP8, STOCK_DEEPEP, expected_rows, gather_passes, padded_rows
-from moelab.viz.deepep import gather_bars
+from moelab.projection.traffic import (
+    EXPANDING,
+    EXPANDING_FP8,
+    METHODS,
+    STOCK_DEEPEP,
+    expected_rows,
+    gather_passes,
+    padded_rows,
+)
 from moelab.viz.traffic import forwarding
 
-ROOT = Path(__file__).parents[2]
 NAME = "04_dispatch_with_deepep"
-DEFAULTS: dict[str, Any] = {
-    "model": "671B",
-    "ep": 32,
-    "ranks_per_node": 8,
-    "tokens": 4096,
-    "alignment": 128,
-    "hardware": "b200_x256",
-    "sender": 3,
-    "token": 5,
-    "measure": True,
-    "output": "all_to_all.json",
-    "size": "",
-}
 PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
 
 
@@ -64,22 +56,11 @@ def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
 @pytest.mark.parametrize("profile", ["smoke", "hopper", "b200_node"])
 def test_figures_of_the_other_profiles(profile: str) -> None:
     changes = read_parameters(ROOT / "papermill_params" / NAME / f"{profile}.yaml")
-    parameters = validated(DispatchParameters, DEFAULTS | changes)
-    placement, shape = parameters.to_placement(), shape_of(parameters.model)
-    routing = RoutingModel(kind="random_balanced")
-    figure = forwarding(routing, placement, sender=parameters.sender, token=parameters.token)
-    one_node = "all reached inside the node" in str(figure.layout.title.text).replace("<br>", " ")
-    assert one_node is (profile != "smoke")
-    paths = gather_passes(
-        received=1000.0,
-        rows=2000.0,
-        experts=placement.experts_per_rank,
-        hidden=shape.dim,
-        alignment=parameters.alignment,
-    )
-    hbm = cluster_of(parameters.hardware).node.gpu.hbm_tb_s
-    assert hbm is not None
-    assert gather_bars(paths, hbm_tb_s=float(hbm), words=profile).data
+    parameters = validated(DispatchParameters, default_values(NAME) | changes)
+    random, way = RoutingModel(kind="random_balanced"), {"sender": parameters.sender, "token": parameters.token}
+    figure = forwarding(random, parameters.to_placement(), **way)
+    assert ("all reached inside the node" in title(figure)) is (profile != "smoke")
+    assert cluster_of(parameters.hardware).node.gpu.hbm_tb_s  # else the bars have no time at their ends
 
 
 # What the notebook says that its reader should see
@@ -145,10 +126,6 @@ def test_answers_of_the_exercises() -> None:
         found = expected_destinations(RoutingModel(kind="uniform"), placement)
         assert (abs(found.ranks - found.copies) < 1e-9) is (top_k == 1)
     found = expected_destinations(RoutingModel(kind="uniform"), PLACEMENT)
-    standard, direct, hybrid = (
-        expected_rows(found, PLACEMENT, "standard"),
-        expected_rows(found, PLACEMENT, "deepep_direct"),
-        expected_rows(found, PLACEMENT, "deepep_hybrid"),
-    )
+    standard, direct, hybrid = (expected_rows(found, PLACEMENT, method) for method in METHODS)
     assert 1 - direct.logical / standard.logical == pytest.approx(0.09, abs=0.005)
     assert 1 - hybrid.network / standard.network == pytest.approx(0.55, abs=0.005)

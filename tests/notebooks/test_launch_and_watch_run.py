@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
-from notebook_support import PLOTLY, WIDGET, Ran
+from notebook_support import PLOTLY, ROOT, WIDGET, Ran, judge_exercise, ran
 from run_support import make_run
 
 from moelab.errors import Refused
@@ -22,10 +19,8 @@ from moelab.runs import directory
 from moelab.runs.status import State
 
 pytestmark = pytest.mark.training
-ROOT = Path(__file__).parents[2]
 NAME = "09_launch_and_watch_run"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
-LARGEST_COPY_BYTES = 600_000
 NANO: dict[str, Any] = {"name": "nano", "gpus_per_node": 2, "ep": 2, "seq_len": 128, "steps": 500}
 
 
@@ -34,28 +29,20 @@ def profile(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], tuple[str, list[Any]]]:
-    """Run it in an empty folder; returns what it printed and what it showed."""
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Ran]:
+    """Run it in an empty folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(parameters: dict[str, Any]) -> tuple[str, list[Any]]:
-        copy = execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters)
-        assert copy.stat().st_size < LARGEST_COPY_BYTES
-        cells = [cell for cell in nbformat.read(copy, as_version=4).cells if cell.cell_type == "code"]
-        outputs = [output for cell in cells for output in cell.outputs]
-        printed = "".join(output.get("text", "") for output in outputs)
-        return printed, [output.data for output in outputs if "data" in output]
-
-    return run
+    return lambda parameters: ran(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters))
 
 
 def test_its_defaults_train_here_and_show_it(by_nbmake: Callable[[str], Ran]) -> None:
-    ran = by_nbmake(NAME)
-    assert "completed | step 20/20" in ran.printed
-    assert "simulated, not measured" in ran.shown("text/plain")[0]
-    assert ran.shown(PLOTLY) == []
-    assert len(ran.shown(WIDGET)) == 2
-    (run,) = directory.find(ran.folder / "runs")
+    whole = by_nbmake(NAME)
+    assert "completed | step 20/20" in whole.printed
+    assert "simulated, not measured" in whole.shown("text/plain")[0]
+    assert whole.shown(PLOTLY) == []
+    assert len(whole.shown(WIDGET)) == 2
+    (run,) = directory.find(whole.folder / "runs")
     assert run.status.state is State.COMPLETED
 
 
@@ -63,10 +50,10 @@ def test_a_cluster_s_run_is_shown_and_nothing_is_touched(executed: Any, tmp_path
     shape = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "ep": 32, "steps": 20, "dataset": "c4"}
     arm = Experiment(name="elsewhere", precision="mxfp8", ep_backend="deepep", **shape)
     make_run(tmp_path / "elsewhere", arm, [12.0, 11.5, 11.0, 10.8, 10.7], tps=910.0, state=State.RUNNING)
-    printed, shown = executed({**profile("b200_x256"), "runs": str(tmp_path / "elsewhere")})
-    assert "#SBATCH --nodes=32" in printed
-    assert "nothing submitted" in printed
-    (collected,) = [data["text/plain"] for data in shown if "launches" in data.get("text/plain", "")]
+    copy = executed({**profile("b200_x256"), "runs": str(tmp_path / "elsewhere")})
+    assert "#SBATCH --nodes=32" in copy.printed
+    assert "nothing submitted" in copy.printed
+    (collected,) = [text for text in copy.shown("text/plain") if "launches" in text]
     assert "mxfp8_deepep 0 running 5 " in " ".join(collected.split())
     assert "918 (quoted, " in collected
     assert not list(directory.find(Path("runs")))
@@ -85,14 +72,9 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("given", ANSWERS)
-def test_an_exercise_knows_its_answer(given: str) -> None:
-    cells = nbformat.read(NOTEBOOK, as_version=4).cells
-    (source,) = [cell.source for cell in cells if given in cell.source]
-    for text, said in ((source, "not yet\n"), (source.replace(given, ANSWERS[given]), "solved\n")):
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(text, {})
-        assert printed.getvalue() == said
+@pytest.mark.parametrize("line", ANSWERS)
+def test_an_exercise_knows_its_answer(line: str) -> None:
+    judge_exercise(NAME, line, ANSWERS[line])
 
 
 # Training in the background

@@ -9,6 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
+from notebook_support import PLOTLY, ROOT, WIDGET, default_values, ran, sources
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment
@@ -22,7 +23,6 @@ from moelab.projection.project import project
 from moelab.recommendation import recommend
 from moelab.search import search
 
-ROOT = Path(__file__).parents[2]
 NAME = "05_plan_layout"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 SMALL: dict[str, Any] = {
@@ -46,24 +46,20 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
     monkeypatch.chdir(tmp_path)
     parameters = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
     content = nbformat.read(NOTEBOOK, as_version=4)
-    own, *others = [cell.source for cell in content.cells if cell.cell_type == "code"]
+    own, *others = sources(NAME)
     edited = "\n".join([own, *(f"{name} = {value!r}" for name, value in {**parameters, "search_limit": 3}.items())])
     content.cells += [new_code_cell(source) for source in (edited, *others, f"{edited}\nnodse = 2", others[0])]
     twice, output = tmp_path / "twice.ipynb", tmp_path / "executed.ipynb"
     nbformat.write(content, twice)
     with pytest.raises(NotebookFailed, match="BadInput: unknown field 'nodse'; did you mean 'nodes'"):
         execute(twice, output, parameters)
-    cells = nbformat.read(output, as_version=4).cells
-    outputs = [output for cell in cells if cell.cell_type == "code" for output in cell.outputs]
-    shown = [output.data for output in outputs if "data" in output]
-    assert sum("application/vnd.plotly.v1+json" in data for data in shown) == 2 * 4
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 2
-    assert sum("#### legal · fits (" in data.get("text/markdown", "") for data in shown) == 2
-    assert sum("Best layouts" in data.get("text/html", "") for data in shown) == 2
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert printed.count(END_MARKER) == 2
-    assert "layouts checked" in printed
-    assert "ep is 32: it must divide the ranks it shares out" in printed  # the unsolved first exercise
+    copy = ran(output)
+    assert (len(copy.shown(PLOTLY)), len(copy.shown(WIDGET))) == (2 * 4, 2)
+    assert sum("#### legal · fits (" in text for text in copy.shown("text/markdown")) == 2
+    assert sum("Best layouts" in text for text in copy.shown("text/html")) == 2
+    assert copy.printed.count(END_MARKER) == 2
+    assert "layouts checked" in copy.printed
+    assert "ep is 32: it must divide the ranks it shares out" in copy.printed  # the unsolved first exercise
 
 
 def test_an_illegal_layout_stops_with_its_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +95,20 @@ def test_the_best_layouts_avoid_the_network_and_deepep_gains_less_there_than_at_
 
 
 def test_a_model_is_a_name_a_configuration_or_dimensions(tmp_path: Path) -> None:
-    given = {**read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml"), "model": "Qwen3-235B-A22B"}
-    content = nbformat.read(NOTEBOOK, as_version=4)
-    namespace: dict[str, Any] = {}
-    exec(next(cell.source for cell in content.cells if "parameters" in cell.metadata.get("tags", ())), namespace)
-    defaults = {name: value for name, value in namespace.items() if not name.startswith("_")}
-    preset = validated(PlanParameters, {**defaults, **given}).to_experiment()
+    defaults = default_values(NAME) | read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
+
+    def experiment(model: str, **changes: Any) -> Experiment:
+        return validated(PlanParameters, defaults | {"model": model, **changes}).to_experiment()
+
+    preset = experiment("Qwen3-235B-A22B")
     assert count_parameters(shape_for(preset)).total == pytest.approx(235.1e9, rel=1e-3)
     config = tmp_path / "config.json"
     config.write_text(json.dumps(published_models()["Qwen3-235B-A22B"]["config"]))
-    assert validated(PlanParameters, {**defaults, **given, "model": str(config)}).to_experiment() == preset
-    smaller = validated(PlanParameters, {**defaults, **given, "shape": "n_layers: 10, num_experts: 64"}).to_experiment()
-    assert (shape_for(smaller).n_layers, shape_for(smaller).num_experts, shape_for(smaller).dim) == (10, 64, 4096)
+    assert experiment(str(config)) == preset
+    smaller = shape_for(experiment("Qwen3-235B-A22B", shape="n_layers: 10, num_experts: 64"))
+    assert (smaller.n_layers, smaller.num_experts, smaller.dim) == (10, 64, 4096)
     with pytest.raises(BadInput, match="nor one of the models DeepSeek-V3"):
-        validated(PlanParameters, {**defaults, "model": "Qwen9"}).to_experiment()
+        experiment("Qwen9")
 
 
 @pytest.mark.parametrize("answer", [{"pp": 8, "tp": 2, "ep": 8}, {"pp": 2, "tp": 2, "ep": 32}])

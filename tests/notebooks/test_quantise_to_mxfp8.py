@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from notebook_support import Ran
+from notebook_support import ROOT, WIDGET, Ran, ran
 
 from moelab.experiment import Experiment
 from moelab.model.shape import NANO
@@ -27,7 +26,6 @@ from moelab.notebooks import execute
 from moelab.runs.directory import RunDir, find
 
 pytestmark = pytest.mark.training
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks" / "01_quantise_to_mxfp8.ipynb"
 GAUSSIAN = (512, 1024)
 
@@ -65,16 +63,11 @@ def test_the_run_left_what_its_experts_multiplied(run: RunDir, captured: list[Ca
 def test_papermill_looks_at_the_captures_of_a_run(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     parameters = {"capture_run": str(run.path), "layer": 2, "outlier_log2": 10}
-    executed = nbformat.read(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters), as_version=4)
-    outputs = [output for cell in executed.cells if cell.cell_type == "code" for output in cell.outputs]
-    shown = [output.data for output in outputs if "data" in output]
-    figures = [data["application/vnd.plotly.v1+json"] for data in shown if "application/vnd.plotly.v1+json" in data]
-    assert len(figures) == 5
-    assert any("MXFP8 and NVFP4 emulated; layer 3" in figure["layout"]["title"]["text"] for figure in figures)
-    assert sum("application/vnd.jupyter.widget-view+json" in data for data in shown) == 1
-    printed = "".join(output.get("text", "") for output in outputs)
-    assert printed.count("not yet") == 3  # the exercises, unsolved
-    assert not any(output.get("name") == "stderr" for output in outputs)
+    copy = ran(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters))
+    assert (len(copy.titles()), len(copy.shown(WIDGET))) == (5, 1)
+    assert any("MXFP8 and NVFP4 emulated; layer 3" in title for title in copy.titles())
+    assert copy.printed.count("not yet") == 3  # the exercises, unsolved
+    assert not any(output.get("name") == "stderr" for output in copy.outputs)
     assert list(tmp_path.iterdir()) == [tmp_path / "executed.ipynb"]  # nothing was trained
 
 

@@ -7,11 +7,10 @@ import html
 import io
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import nbformat
 import pytest
-from notebook_support import Ran
+from notebook_support import ROOT, Ran, sources
 
 from moelab.doctor import examine
 from moelab.machine import GpuInfo
@@ -20,7 +19,7 @@ from moelab.notebooks.map import ENTRIES, markdown_table
 from moelab.runs.collect import collect, joined_rows
 
 pytestmark = pytest.mark.training
-FOLDER = Path(__file__).parents[2] / "notebooks"
+FOLDER = ROOT / "notebooks"
 NOTEBOOK = FOLDER / "00_start_here.ipynb"
 
 
@@ -47,9 +46,7 @@ def test_the_readme_has_the_same_map() -> None:
 
 
 def test_its_exercise_knows_the_answer() -> None:
-    (source,) = [
-        cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "yours to change" in cell.source
-    ]
+    (source,) = [source for source in sources(NOTEBOOK.stem) if "yours to change" in source]
     given = 'mine = "bf16_standard"'
     assert given in source
     answers = {"bf16_standard": "not yet: 651", "mxfp8_deepep": "not yet: 918", "mine": "not yet: no such arm"}

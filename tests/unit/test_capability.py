@@ -22,8 +22,7 @@ def node(count: int, name: str, sm: float | None) -> tuple[GpuInfo, ...]:
 
 CPU: tuple[GpuInfo, ...] = ()
 A100, H100, B200 = node(8, "NVIDIA A100", 8.0), node(8, "NVIDIA H100", 9.0), node(8, "NVIDIA B200", 10.0)
-RTX, GB10 = node(8, "NVIDIA GeForce RTX 5090", 12.0), node(8, "NVIDIA GB10", 12.1)
-VGPU = node(8, "GRID A100X-40C", None)
+RTX, VGPU = node(8, "NVIDIA GeForce RTX 5090", 12.0), node(8, "GRID A100X-40C", None)
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +39,10 @@ def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
     ("devices", "fields"),
     [
         (CPU, {}),
-        (CPU, {"precision": "mxfp8"}),
         (CPU, {"gpus_per_node": 8}),
         (CPU, {"routing": "round_robin", "model": "debug"}),
         (A100, {"precision": "mxfp8", "gpus_per_node": 8}),
         (H100, {"precision": "fp8", "model": "16B"}),
-        (H100, {"precision": "mxfp8"}),
         (B200, {"precision": "mxfp8", "mxfp8_kernels": "native", "model": "671B"}),
         (B200, {"precision": "bf16", "ep_backend": "minimal_async_ep", "activation_checkpoint": "full"}),
         (H100, {"precision": "bf16", "quantize": "experts+linears", "tp": 2}),
@@ -67,24 +64,18 @@ NATIVE: dict[str, Any] = {"precision": "mxfp8", "mxfp8_kernels": "native"}
 @pytest.mark.parametrize(
     ("devices", "fields", "wrong", "legal"),
     [
-        (CPU, {"precision": "fp8"}, "this machine has no GPU to use", "Legal precision: bf16, mxfp8"),
         (CPU, NATIVE, "this machine has no GPU to use", "Legal mxfp8_kernels: auto, emulated"),
         (CPU, {"ep_backend": "deepep", "model": "debug"}, "it needs CUDA", "Legal ep_backend: standard"),
-        (CPU, {"ep_backend": "hybridep"}, "it needs CUDA", "Legal ep_backend: standard"),
         (CPU, MINIMAL, "it needs CUDA", "Legal ep_backend: standard"),
         (CPU, {"model": "16B"}, "model 16B", "model=debug"),
         (CPU, {"gpus_per_node": 16}, "gpus_per_node is 16", "at most 8"),
         (CPU, {"nodes": 2}, "nodes is 2", "nodes=1"),
         (A100, {"precision": "fp8"}, "NVIDIA A100 is SM80", "Legal precision: bf16, mxfp8"),
-        (H100, NATIVE, "NVIDIA H100 is SM90", "Legal mxfp8_kernels: auto, emulated"),
         (RTX, NATIVE, "RTX 5090 is SM120", "Legal mxfp8_kernels: auto, emulated"),
-        (GB10, {"precision": "fp8"}, "GB10 is SM121", "Legal precision: bf16, mxfp8"),
         (VGPU, {"precision": "fp8"}, "GRID A100X-40C is of unknown SM version", "Legal precision: bf16, mxfp8"),
         (H100, {"gpus_per_node": 16}, "this machine has 8 GPUs", "gpus_per_node=8"),
-        (B200, {"precision": "mxfp8", "quantize": "experts+linears", "tp": 2}, "tp is 2", "Legal quantize: experts"),
         (B200, {"model": "debug", "ep_backend": "deepep"}, "not installed", "ep_backend=standard"),
         (B200, {**MINIMAL, "precision": "mxfp8"}, "standard, deepep, hybridep", "Legal ep_backend: standard, hybridep"),
-        (H100, {"hardware": "cpu", "precision": "fp8"}, "no GPU to use", "Legal precision: bf16, mxfp8"),
         (H100, {"hardware": "cpu", "model": "16B"}, "model 16B", "model=nano"),
         (H100, {"hardware": "b200_node"}, "hardware is b200_node", "hardware=local"),
     ],
@@ -98,9 +89,7 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize(
-    "devices", [CPU, A100, H100, B200, RTX, VGPU], ids=["CPU", "A100", "H100", "B200", "RTX", "vGPU"]
-)
+@pytest.mark.parametrize("devices", [CPU, A100, H100, B200, RTX, VGPU])
 def test_what_every_refusal_names_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice of each refusal, `field=value` or the first legal value, ends at an arm that runs."""
     for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import textwrap
 from pathlib import Path
@@ -184,6 +185,8 @@ def test_a_folder_with_a_log_whose_lines_someone_wrapped(tmp_path: Path) -> None
     lines = "".join(step_line(step, loss) for step, loss in enumerate(LOSSES[:4], 1)).splitlines()
     log.write_text("\n".join(part for line in lines for part in textwrap.wrap(line, 60)))
     (tmp_path / "dmesg.log").write_text("[ 12.5] nothing to see\n")
+    (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.log")
     assert collect(tmp_path)[0].rows["loss"].tolist() == collect(log)[0].rows["loss"].tolist() == LOSSES[:4]
 
 
@@ -195,9 +198,12 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
         "two - loss_metrics/global_avg_loss": ["8.0", "NaN"],
         "two - validation_metrics/loss": ["9.0", ""],
     }
-    pd.DataFrame(columns).to_csv(tmp_path / "chart.csv", index=False)
-    one, two = collect(tmp_path / "chart.csv")
-    assert [run.run for run in collect(tmp_path)] == ["one", "two"]
+    pd.DataFrame(columns).to_csv(tmp_path / "chart.csv.gz", index=False)
+    one, two = collect(tmp_path / "chart.csv.gz")
+    (tmp_path / "people.csv").write_text("name,phone\nx,1\n")
+    of_folder = collect(tmp_path)
+    assert [run.run for run in of_folder] == ["one", "two"]
+    assert all("people.csv" in run.notes[-1] for run in of_folder)
     assert (one.run, one.validation_loss, one.status.state, one.diverged) == ("one", 3.0, State.UNKNOWN, None)
     assert (two.run, two.validation_loss, two.status.state) == ("two", 9.0, State.FAILED)
     assert two.diverged == "loss is nan at step 90 (segment 0)"

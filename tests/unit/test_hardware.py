@@ -30,16 +30,6 @@ def figures(gpu: Gpu) -> list[SourcedNumber]:
     return [value for field in fields(gpu) if isinstance(value := getattr(gpu, field.name), SourcedNumber)]
 
 
-def test_the_published_cluster() -> None:
-    cluster = cluster_of("b200_x256")
-    assert (cluster.nodes, cluster.node.gpus, cluster.gpus) == (32, 8, 256)
-    gpu, nic = cluster.node.gpu, cluster.node.nic_gb_s
-    assert nic is not None
-    assert float(nic) == 50
-    peaks = (gpu.bf16_tflops, gpu.fp8_tflops, gpu.mxfp8_tflops, gpu.hbm_tb_s, gpu.nvlink_gb_s)
-    assert [float(peak) for peak in peaks if peak] == [2250, 4500, 4500, 8, 900]
-
-
 def test_the_machine_at_hand_without_gpus() -> None:
     gpu = gpu_of("cpu")
     assert (gpu.name, gpu.capability, gpu.bf16_tflops) == ("CPU", 0.0, None)
@@ -77,7 +67,6 @@ def test_swapped_peaks_and_negative_capability_are_refused() -> None:
 def test_an_unknown_profile_names_the_others() -> None:
     with pytest.raises(BadInput, match="no such profile; the profiles are b200_x256") as caught:
         cluster_of("dgx_spark")
-    assert "local" in str(caught.value)
     assert caught.value.exit_code == 2
 
 
@@ -88,48 +77,29 @@ def test_each_model_is_found_by_its_exact_name(name: str) -> None:
     assert all(len(figure.source) > 10 for figure in figures(MODELS[name]))
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16_tflops", "hbm_tb_s"),
-    [
-        ("H100 80GB HBM3", 989, 3.35),
-        ("H100 PCIe", 756, 2),
-        ("H100 NVL", 835, 3.9),
-        ("H200 NVL", 835, 4.8),
-        ("GH200 480GB", 990, 4),
-        ("GH200 144G HBM3e", 990, 4.9),
-        ("A100-SXM4-80GB", 312, 2.039),
-        ("A100 80GB PCIe", 312, 1.935),
-        ("B300 SXM6 AC", 2250, 8),
-        ("GB300", 2500, 8),
-        ("H800", 989, 3.35),
-        ("H20", 148, 4),
-    ],
-)
-def test_namesakes_have_their_own_figures(name: str, bf16_tflops: float, hbm_tb_s: float) -> None:
+NAMESAKES = {  # BF16 TFLOP/s and TB/s of memory, by their datasheets
+    "H100 80GB HBM3": (989, 3.35), "H100 PCIe": (756, 2), "H100 NVL": (835, 3.9), "H200 NVL": (835, 4.8),
+    "GH200 480GB": (990, 4), "GH200 144G HBM3e": (990, 4.9), "A100-SXM4-80GB": (312, 2.039),
+    "A100 80GB PCIe": (312, 1.935), "B300 SXM6 AC": (2250, 8), "GB300": (2500, 8), "H800": (989, 3.35),
+    "H20": (148, 4), "B200": (2250, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_namesakes_have_their_own_figures(name: str) -> None:
     gpu = gpu_from(GpuInfo(name=f"NVIDIA {name}", capability=9.0, driver="580", memory_mib=80_000))
-    assert (float(gpu.bf16_tflops or 0), float(gpu.hbm_tb_s or 0)) == (bf16_tflops, hbm_tb_s)
+    assert (float(gpu.bf16_tflops or 0), float(gpu.hbm_tb_s or 0)) == NAMESAKES[name]
     assert (gpu.nvlink_gb_s is None) == any(word in name for word in ("PCIe", "NVL", "GH200"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA H100",
-        "NVIDIA H100 SXM5 64GB",
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
-        "NVIDIA H100-40C",
-        "NVIDIA H800 PCIe",
-        "NVIDIA H20-3e",
-        "NVIDIA H200 141GB",
-        "NVIDIA GH200 120GB",
-        "NVIDIA A100-SXM4-40GB",
-        "GRID A100X-40C",
-        "NVIDIA GB10",
-        "NVIDIA GB300-WS",
-        "NVIDIA GeForce RTX 5090",
-        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
-    ],
-)
+UNKNOWN = (
+    "NVIDIA H100", "NVIDIA H100 SXM5 64GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100-40C", "NVIDIA H800 PCIe",
+    "NVIDIA H20-3e", "NVIDIA H200 141GB", "NVIDIA GH200 120GB", "NVIDIA A100-SXM4-40GB", "GRID A100X-40C",
+    "NVIDIA GB10", "NVIDIA GB300-WS", "NVIDIA GeForce RTX 5090", "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_in_the_catalogue_is_unknown_by_name(name: str) -> None:
     gpu = gpu_from(GpuInfo(name=name, capability=9.0, driver="580", memory_mib=40_960))
     assert gpu == Gpu(name=name, capability=9.0, memory_gib=gpu.memory_gib)
@@ -158,22 +128,9 @@ def test_a_node_of_several_kinds_has_no_rates_and_the_least_memory(monkeypatch: 
     cluster_of.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("capability", "fp8", "mxfp8", "deepep"),
-    [
-        (None, False, False, False),
-        (8.0, False, False, False),
-        (8.9, False, False, False),
-        (9.0, True, False, True),
-        (10.0, True, True, True),
-        (10.3, True, True, True),
-        (9.4, False, False, False),  # AMD's gfx942
-        (9.5, False, True, False),  # gfx950, for which torchao has MXFP8 kernels
-        (11.0, False, False, False),
-        (12.0, False, False, False),
-        (12.1, False, False, False),
-    ],
-)
-def test_kernels_by_sm_version(capability: float | None, fp8: bool, mxfp8: bool, deepep: bool) -> None:
-    has = (has_grouped_fp8(capability), has_native_mxfp8(capability), has_deepep(capability))
-    assert has == (fp8, mxfp8, deepep)
+def test_kernels_by_sm_version() -> None:
+    """9.4 and 9.5 are AMD's gfx942 and gfx950, for which torchao has MXFP8 kernels."""
+    versions = (None, 8.0, 8.9, 9.0, 9.4, 9.5, 10.0, 10.3, 11.0, 12.0, 12.1)
+    assert [one for one in versions if has_grouped_fp8(one)] == [9.0, 10.0, 10.3]
+    assert [one for one in versions if has_native_mxfp8(one)] == [9.5, 10.0, 10.3]
+    assert [one for one in versions if has_deepep(one)] == [9.0, 10.0, 10.3]

@@ -68,10 +68,8 @@ def test_grouped_queries_count_as_torchtitans_gpt_oss_but_for_biases_and_sinks()
 
     with torch.device("meta"):
         module = model_registry("20b").model.build()
-    weights = {
-        name: one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name
-    }
-    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights.values())
+    weights = (one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name)
+    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights)
 
 
 CONFIG = MODELS["Qwen3-30B-A3B"]["config"]
@@ -86,10 +84,7 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"hidden_size": None}, "it lacks hidden_size or dim"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: dense layers"),
         ({"mlp_only_layers": [1]}, "valid: dense layers first"),
-        (
-            {"layer_types": ["linear_attention", "full_attention"] * 24},
-            r"another kind of attention \(linear_attention\)",
-        ),
+        ({"layer_types": ["linear_attention", "full_attention"] * 24}, r"kind of attention \(linear_attention\)"),
         ({"attn_type_list": [0] * 47 + [1]}, "attn_type_list has 0"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
         ({"linear_num_key_heads": 16}, "linear_num_key_heads 16: not known"),
@@ -146,6 +141,17 @@ def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> 
     found = read_model(str(tmp_path))
     assert (found.model, found.shape) == ("671B", {})
     assert "other modalities (vision_config)" in found.left
+    thinker = {
+        "thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}
+    }  # two levels, as Qwen3-Omni
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
+    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
+
+
+def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:
+    """Transformers' DeepSeek-V2 does not look at ``n_group`` then."""
+    (tmp_path / "config.json").write_text(json.dumps(V3 | {"topk_method": "greedy"}))
+    assert read_model(str(tmp_path)).shape == {"expert_groups": 1, "limited_groups": 1}
 
 
 def test_shared_experts_by_their_width(tmp_path: Path) -> None:
@@ -159,24 +165,19 @@ def test_shared_experts_by_their_width(tmp_path: Path) -> None:
         assert (found.model, shape_from(str(tmp_path)).num_shared_experts) == ("671B", expected)
 
 
-def test_a_language_model_two_levels_down(tmp_path: Path) -> None:
-    """As Qwen3-Omni's."""
-    thinker = {"thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
-    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
-
-
-@pytest.mark.parametrize(("content", "said"), [("{", "cannot be read as JSON"), ("[]", "expected a JSON object")])
-def test_a_file_that_is_no_configuration(tmp_path: Path, content: str, said: str) -> None:
-    (tmp_path / "config.json").write_text(content)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cut.json", "cannot be read as JSON"),
+        ("list.json", "expected a JSON object"),
+        ("no/such/config.json", r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"),
+    ],
+)
+def test_what_is_no_configuration(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "cut.json").write_text("{")
+    (tmp_path / "list.json").write_text("[]")
     with pytest.raises(BadInput, match=said):
-        read_model(str(tmp_path / "config.json"))
-
-
-@pytest.mark.parametrize("source", ["Qwen4-1T", "no/such/config.json"])
-def test_what_is_neither_a_file_nor_a_model(source: str) -> None:
-    with pytest.raises(BadInput, match=r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"):
-        read_model(source)
+        read_model(str(tmp_path / name))
 
 
 def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -184,21 +185,16 @@ def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[s
     fields = ["gpus_per_node=8", "ep=8", "seq_len=4096", "hardware=b200_node", "activation_checkpoint=full"]
     arguments = ["plan", "--from-hf", "Qwen3-30B-A3B", *(part for one in fields for part in ("--set", one))]
     assert main([*arguments, "--write", str(written)]) == 0
-    text = capsys.readouterr().out
-    assert "30.53 G parameters, 3.353 G active" in text
+    text = " ".join(capsys.readouterr().out.split())
     assert "model taken from Qwen3-30B-A3B; everything else as in model=16B" in text
-    assert "planned and projected, and not trained" in " ".join(text.split())
+    assert "planned and projected, and not trained" in text
     assert "torchrun" not in text
-    assert count_parameters(shape_for(read_experiment(written))) == count_parameters(shape_from("Qwen3-30B-A3B"))
-
+    assert shape_for(read_experiment(written)) == shape_from("Qwen3-30B-A3B")
     assert main([*arguments, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["legal"]
-    assert answer["fits"]
+    assert (answer["legal"], answer["fits"]) == (True, True)
     assert answer["parameters"] == {"total": 30_532_122_624, "active": 3_353_032_704}
     assert "num_key_value_heads" in answer["from_hf"]["taken"]
-    assert main(["project", str(written), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tps"] > 0
 
 
 def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import math
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from figure_support import title
 from run_support import make_run
@@ -22,7 +25,7 @@ from moelab.plan import plan
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankSteps, RankTable, StudyFollower
-from moelab.runs.log import FIELDS, LogLine
+from moelab.runs.log import FIELDS
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.runs.table import metrics_table
@@ -50,20 +53,11 @@ def words(figure: Any) -> list[str]:
 
 
 def table(arms: tuple[str, ...] = ("bf16_deepep",), steps: int = 4) -> Any:
-    rows = [(arm, step) for arm in arms for step in range(1, steps + 1)]
-    return metrics_table(
-        {
-            "run": [f"study/{arm}/seed0/x" for arm, _ in rows],
-            "arm": [arm for arm, _ in rows],
-            "seed": [0] * len(rows),
-            "segment": [0] * len(rows),
-            "step": [step for _, step in rows],
-            "loss": [8 - 0.1 * step for _, step in rows],
-            "tps": [800.0 + step for _, step in rows],
-            "memory_gib": [90.0] * len(rows),
-            "memory_pct": [50.0] * len(rows),
-            "time": [float(step) for _, step in rows],
-        }
+    step, constant = np.arange(1, steps + 1), {"seed": [0] * steps, "segment": [0] * steps}
+    columns = {**constant, "step": step, "loss": 8 - 0.1 * step, "tps": 800.0 + step, "time": step.astype(float)}
+    return pd.concat(
+        [metrics_table({**columns, "arm": [arm] * steps}, run=f"study/{arm}/seed0/x") for arm in arms],
+        ignore_index=True,
     )
 
 
@@ -71,11 +65,9 @@ def ranks(step_time_s: np.ndarray) -> RankTable:
     """What ranks print that need these times: steps by ranks."""
     steps = RankSteps()
     ends = np.vstack([np.zeros(step_time_s.shape[1]), step_time_s.cumsum(axis=0)])
-    for step, row in enumerate(ends, start=1):
-        for rank, end in enumerate(row):
-            values = dict.fromkeys(FIELDS, 1.0) | {"time": 100 + end, "memory_gib": 10.0 + rank}
-            line: LogLine = ("step", step, tuple(values[name] for name in FIELDS), rank)
-            steps.add(line)
+    for (step, rank), end in np.ndenumerate(ends):
+        values = dict.fromkeys(FIELDS, 1.0) | {"time": 100 + end, "memory_gib": 10.0 + rank}
+        steps.add(("step", step + 1, tuple(values[name] for name in FIELDS), rank))
     return steps.table(step_time_s.shape[1])
 
 
@@ -87,21 +79,19 @@ def test_lines_are_the_tables() -> None:
     for figure, column in ((run_curves(rows, "loss"), "loss"), (run_curves(rows, "tps", model="nano"), "tps")):
         assert [trace.name for trace in figure.data] == ["BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"]
         for trace, (_, run) in zip(figure.data, rows.groupby("run"), strict=True):
-            assert list(trace.x) == run["step"].tolist()
-            assert list(trace.y) == run[column].tolist()
-        assert "As logged" in title(figure)
+            assert (list(trace.x), list(trace.y)) == (run["step"].tolist(), run[column].tolist())
     assert "7.600 nats per token, step 4" in title(run_curves(rows, "loss"))
 
 
 def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted(tmp_path: Path) -> None:
     figure = run_curves(table(), "tps", model="671B")
-    assert [shape.y0 for shape in figure.layout.shapes] == [row.tps for row in THROUGHPUT] == [651.0, 859.0, 918.0]
+    assert [shape.y0 for shape in figure.layout.shapes] == [row.tps for row in THROUGHPUT]
     assert words(figure)[1] == "quoted 859: BF16 + DeepEP"
-    assert "Nebius ml-cookbook" in title(figure)
-    assert not run_curves(table(), "tps", model="16B").layout.shapes
-    for shape, count in (({"n_layers": 40}, 0), ({}, 3)):  # an own shape is another model
-        runs = tmp_path / str(count)
-        directory.create(runs, experiment(model="671B", shape=shape))
+    models: list[tuple[dict[str, Any], int]] = [({"model": "16B"}, 0), ({"model": "671B"}, 3)]
+    models.append(({"model": "671B", "shape": {"n_layers": 40}}, 0))  # an own shape is another model
+    for number, (model, count) in enumerate(models):
+        runs = tmp_path / str(number)
+        directory.create(runs, experiment(**model))
         follower = StudyFollower(runs)
         follower.poll()
         assert len(dashboard(follower)["tps"].layout.shapes) == count
@@ -122,13 +112,11 @@ def test_the_map_of_step_times_is_ranks_by_steps_and_names_the_slow_step() -> No
     assert np.allclose(np.array(cells.z, dtype=float), seconds.T)
     assert list(cells.x) == [str(step) for step in range(2, 12)]
     assert "step 8 took 200 % longer" in title(figure)
-    assert "darkest from" in title(figure)  # else one slow step would whiten all others
-    assert cells.zmax == pytest.approx(2 * np.median(seconds))
+    assert cells.zmax == pytest.approx(2 * np.median(seconds))  # else one slow step would whiten all others
 
 
 def test_memory_by_rank() -> None:
     figure = rank_memory(ranks(np.ones((2, 5))), name="x")
-    assert list(figure.data[0].y) == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert "Fullest is rank 4 with 14.0 GiB, emptiest rank 0 with 10.0 GiB" in title(figure)
 
 
@@ -194,18 +182,26 @@ def running(runs: Path, losses: tuple[float, ...] = (8.0, 7.9), **changes: Any) 
     return make_run(runs, experiment(**changes), losses, state=State.RUNNING)
 
 
+def log_another_step(run: RunDir) -> None:
+    longer = running(run.path.parent / "elsewhere", (8.0, 7.9, 7.5))
+    run.log.write_text(longer.log.read_text())
+    shutil.rmtree(run.path.parent / "elsewhere")
+
+
 def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: Any) -> None:
     run = running(tmp_path / "runs")
     shown = view()
     shown_in_a_browser(shown)
     (place,) = shown.place.children
     assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9]
-    longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
-    run.log.write_text(longer.log.read_text())
+    log_another_step(run)
+    running(tmp_path / "runs", precision="fp8")
+    shown.follower._found_at = -np.inf
     shown.update()
     assert shown.place.children == (place,)
-    assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9, 7.5]
-    assert "7.500 nats per token, step 3" in place.figures["loss"]["layout"]["title"]["text"].replace("<br>", " ")
+    assert [list(trace.y) for trace in shown.figures["loss"].data] == [[8.0, 7.9, 7.5], [8.0, 7.9]]
+    assert place.figures["loss"] == json.loads(shown.figures["loss"].to_json())
+    assert len(shown.figures["states"].layout.annotations) == len(shown.shown.options) == 2
 
 
 def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> None:
@@ -220,18 +216,6 @@ def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> Non
     shown_in_a_browser(shown)  # a second browser, or a second look of the first
     (place,) = shown.place.children
     assert list(place.figures) == ["states", "step_times", "loss", "tps", "rank_memory"]
-
-
-def test_another_run_is_drawn_into_the_same_figures(tmp_path: Path, view: Any) -> None:
-    running(tmp_path)
-    shown = view()
-    shown_in_a_browser(shown)
-    running(tmp_path, precision="fp8")
-    shown.follower._found_at = -np.inf
-    shown.update()
-    assert len(shown.figures["loss"].data) == 2
-    assert len(shown.figures["states"].layout.annotations) == 2
-    assert len(shown.shown.options) == 2
 
 
 def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, view: Any) -> None:
@@ -312,11 +296,9 @@ def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
     shown = LiveView(tmp_path / "runs", interval_s=0.5)
     shown_in_a_browser(shown)
     shown.place.children[0].send = lambda _message: seen.set()
-    longer = running(tmp_path / "elsewhere", (8.0, 7.9, 7.5))
-    run.log.write_text(longer.log.read_text())
+    log_another_step(run)
     assert seen.wait(60)
     shown.stop()
-    assert not shown.is_following
 
 
 def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
@@ -335,7 +317,7 @@ def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
         shown._asked_at = -math.inf
         time.sleep(0.05)
     assert len(looks) >= 3
-    assert shown.is_following
+    assert shown._thread.is_alive()
     shown.stop()
 
 

@@ -148,11 +148,6 @@ def test_grouped_queries_cannot_be_built() -> None:
         model_spec("16B", ep_backend="standard", shape=shape)
 
 
-def test_published_flop_counts_of_671b() -> None:
-    counts = [round(flops_per_token(shape_of("671B"), 8192, causal=causal) / 1e9, 1) for causal in (False, True)]
-    assert counts == [342.6, 281.2]
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_gemms_add_up_to_the_flop_count(model: str) -> None:
     shape, tokens = shape_of(model), 4096
@@ -171,12 +166,6 @@ def test_parallel_axes_share_the_gemms_out(tp: int, ep: int) -> None:
     for one, part in zip(whole, rank, strict=True):
         assert part.flops == one.flops if part.name in latent + router else part.flops == one.flops // tp
         assert part.groups == (one.groups // ep if one.part == "routed experts" else 1)
-
-
-def test_a_thin_model_keeps_every_other_dimension() -> None:
-    thin = shape_of("671B").thin(dense_layers=1, moe_layers=2, num_experts=32)
-    assert (thin.n_layers, thin.n_dense_layers, thin.n_moe_layers, thin.num_experts) == (3, 1, 2, 32)
-    assert (thin.dim, thin.moe_hidden_dim, thin.top_k) == (7168, 2048, 8)
 
 
 def test_an_unknown_model_is_refused_by_name() -> None:

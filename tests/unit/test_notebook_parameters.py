@@ -13,24 +13,21 @@ from typing import Any
 import nbformat
 import pytest
 import yaml
+from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, sources
 from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
 
 from moelab import notebooks
 from moelab.errors import BadInput
-from moelab.notebooks import ConvergenceParameters, parameter_names, parameters, read_parameters, validated
+from moelab.notebooks import ConvergenceParameters, parameter_names, read_parameters, validated
 
-ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROFILES = sorted((ROOT / "papermill_params").glob("*/*"))
 
 
 def schema_of(notebook: Path) -> type[BaseModel]:
     """What the notebook itself checks its parameters against."""
-    source = "".join(cell.source for cell in nbformat.read(notebook, as_version=4).cells)
-    (name,) = re.findall(r"= validated\((\w+), globals\(\)\)", source)
-    schema = getattr(notebooks, name)
-    assert issubclass(schema, parameters.NotebookParameters)
+    (name,) = re.findall(r"= validated\((\w+), globals\(\)\)", "".join(sources(notebook.stem)))
+    schema: type[BaseModel] = getattr(notebooks, name)
     return schema
 
 
@@ -145,8 +142,7 @@ def test_a_line_that_was_deleted_is_missing_though_the_kernel_holds_its_value() 
 
 
 def convergence(**given: Any) -> ConvergenceParameters:
-    notebook = ROOT / "notebooks" / "06_compare_convergence.ipynb"
-    return validated(ConvergenceParameters, {**default_values(notebook), **given})
+    return validated(ConvergenceParameters, default_values("06_compare_convergence") | given)
 
 
 def test_the_study_of_the_parameters() -> None:
@@ -180,32 +176,20 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
     assert said in str(refused.value)
 
 
-def test_parameters_out_of_range() -> None:
-    wrong: dict[str, list[Any]] = {"seeds": [0, 101], "lr": [0, math.nan], "final_fraction": [0, 1.5], "ranks": [True]}
-    wrong |= {"margin_nats": [-0.1], "on_failure": ["ignore"], "dataset": ["c5"]}
-    for name, values in wrong.items():
-        for value in values:
-            with pytest.raises(BadInput, match=rf"^{name}: got "):
-                convergence(**{name: value})
+def test_fields_of_an_experiment_have_its_bounds_in_a_notebook_too() -> None:
+    for name, value in {"lr": math.nan, "dataset": "c5", "ep": 0}.items():
+        with pytest.raises(BadInput, match=rf"^{name}: got "):
+            convergence(**{name: value})
 
 
 # Every notebook and parameter file here
 
 
-def default_values(notebook: Path) -> dict[str, Any]:
-    cells = nbformat.read(notebook, as_version=4).cells
-    (source,) = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    values: dict[str, Any] = {}
-    exec(source, {}, values)
-    return values
-
-
 def parameters_check_and_others(notebook: Path) -> tuple[str, str, list[str]]:
     """Sources of the parameters cell, of the code cell behind it, and of all others: a picture may come first."""
-    code = [cell for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
-    (place,) = [place for place, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", [])]
-    sources = [cell.source for cell in code]
-    return sources[place], sources[place + 1], sources[:place] + sources[place + 2 :]
+    code = sources(notebook.stem)
+    place = code.index(parameters_cell(notebook.stem))
+    return code[place], code[place + 1], code[:place] + code[place + 2 :]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -225,10 +209,8 @@ def test_a_notebook_is_stripped_short_and_tagged(notebook: Path) -> None:
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebook: Path) -> None:
-    cells = nbformat.read(notebook, as_version=4).cells
-    (source,) = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
-    assert all(" = " in line and "  # " in line for line in source.splitlines())
-    values = default_values(notebook)
+    assert all(" = " in line and "  # " in line for line in parameters_cell(notebook.stem).splitlines())
+    values = default_values(notebook.stem)
     assert all(isinstance(value, str | int | float | bool) for value in values.values())
     schema = schema_of(notebook)
     assert list(schema.model_fields) == parameter_names(notebook)
@@ -239,7 +221,7 @@ def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebo
 def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     """With every name bound that any of its cells binds, wherever they are, as after a whole run."""
     own, check, others = parameters_check_and_others(notebook)
-    values = default_values(notebook)
+    values = default_values(notebook.stem)
     bound = {name: object() for cell in (check, *others) for name in names_bound_at_its_top(cell)}
     assert len(bound) > 2
     assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
@@ -285,7 +267,7 @@ def test_a_parameter_file_fits_its_notebook(file: Path) -> None:
     assert file.suffix == ".yaml"
     assert notebook.exists()
     given, schema = read_parameters(file), schema_of(notebook)
-    accepted = validated(schema, {**default_values(notebook), **given})
+    accepted = validated(schema, default_values(notebook.stem) | given)
     for name in dir(schema):
         if name.startswith("to_"):  # the rules of what is made from them: a study, a layout
             getattr(accepted, name)()

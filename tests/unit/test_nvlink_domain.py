@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from moelab import cli
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, OwnHardware
-from moelab.experiment_file import read_experiment, read_record, read_study, write_experiment
+from moelab.experiment_file import parse, read_experiment, read_record, read_study, write_experiment
 from moelab.hardware import Gpu, Node, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
-from moelab.memory.peak import estimate
 from moelab.projection.exchange import hybridep_shares
 from moelab.projection.project import project
 
@@ -87,18 +86,6 @@ def test_hybridep_has_rates_of_its_own() -> None:
         for one in (EPBackend.HYBRIDEP, EPBackend.DEEPEP)
     )
     assert slow > fast, "64 ranks on NVLink, of which HybridEP reaches half and DeepEP two thirds"
-
-
-def test_deepeps_buffer_counts_domains() -> None:
-    deepep = PUBLISHED.model_copy(update={"ep_backend": "deepep"})
-    layout = check(deepep).layout
-    assert layout is not None
-    buffers = {}
-    for hardware in ("gb200_nvl72_x4", "b200_x256"):
-        placed = deepep.model_copy(update={"hardware": hardware})
-        buffers[hardware] = estimate(placed, layout, gpu_of(hardware)).buffer
-    assert buffers["gb200_nvl72_x4"].nvlink_ranks == 64
-    assert buffers["b200_x256"].nvlink_ranks == 4
 
 
 # A file of one's own
@@ -178,6 +165,13 @@ def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, hardware: dict[str, 
         read_experiment(files(tmp_path, hardware))
 
 
+def test_what_is_wrong_in_a_record_is_named_with_its_place() -> None:
+    with pytest.raises(BadInput, match=r"hardware\.nodes: got 0; valid: .*\n.*did you mean 'hardware\.bf16_tflops'\?"):
+        parse(Experiment, {"hardware": {"name": "m", "gpu": "B200", "nodes": 0, "bf16_tflop": 1}})
+    with pytest.raises(BadInput, match="hardware: got"):
+        parse(Experiment, {"hardware": [1]})
+
+
 def test_a_missing_file_and_an_unknown_gpu_are_named(tmp_path: Path) -> None:
     file = files(tmp_path, {**MINE, "gpu": "B2000"})
     with pytest.raises(BadInput, match=r"'B2000', which is not in the catalogue \(A100 SXM, .*GB300"):
@@ -187,18 +181,6 @@ def test_a_missing_file_and_an_unknown_gpu_are_named(tmp_path: Path) -> None:
     assert nvlink_ranks(own) == own.gpus_per_node
     with pytest.raises(BadInput, match=r"other\.yaml cannot be read: No such file"):
         read_study(file, ["hardware=other.yaml"])
-
-
-def test_the_stored_form_names_its_fields(tmp_path: Path) -> None:
-    file = tmp_path / "e.yaml"
-    file.write_text("hardware: {name: m, gpu: B200, bf16_tflop: 1, nodes: 0}\n")
-    with pytest.raises(BadInput) as caught:
-        read_experiment(file)
-    assert "hardware.nodes: got 0; valid: greater than or equal to 1" in str(caught.value)
-    assert "unknown field 'hardware.bf16_tflop'; did you mean 'hardware.bf16_tflops'?" in str(caught.value)
-    file.write_text("hardware: [1]\n")
-    with pytest.raises(BadInput, match="hardware: got"):
-        read_experiment(file)
 
 
 # AMD's GPUs: planned and projected, and said to be extrapolated

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nbformat
 import pytest
@@ -17,24 +17,24 @@ from titan_process import in_titan_process, moelab, verified
 from moelab.cli import main
 from moelab.experiment import EPBackend, Experiment
 from moelab.experiment_file import read_experiment, read_study
+from moelab.hardware import cluster_of
 from moelab.notebooks import ConvergenceParameters, read_parameters
-from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, plan
+from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, plan
 from moelab.titan.arms import named_arms
 
 BASE = {"model": "671B", "nodes": 32, "gpus_per_node": 8, "local_batch": 64, "seq_len": 8192, "ep": 32}
 
 
-class Answer:
+class Answer(NamedTuple):
     """What one call printed and its exit code."""
 
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+    code: int
+    out: str
+    err: str
 
     @property
-    def json(self) -> dict[str, Any]:
-        found = json.loads(self.out)
-        assert isinstance(found, dict)
-        return found
+    def json(self) -> Any:
+        return json.loads(self.out)
 
 
 @pytest.fixture
@@ -45,8 +45,7 @@ def call(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     def run(*arguments: str, file: Path = path) -> Answer:
         code = main(["plan", str(file), *arguments])
-        printed = capsys.readouterr()
-        return Answer(code, printed.out, printed.err)
+        return Answer(code, *capsys.readouterr())
 
     return run
 
@@ -61,58 +60,36 @@ def test_a_plan_for_a_program(call: Any) -> None:
     assert (legal.code, legal.err, legal.json["legal"], legal.json["reasons"]) == (0, "", True, [])
     layout = legal.json["layout"]
     assert (layout["dp_shard"], layout["efsdp"], layout["microbatches"]) == (64, 4, 64)
+    assert ([len(stage) for stage in layout["stages"]], layout["stages_of_rank"]) == ([32, 32], [[0], [1]])
     assert (layout["global_batch"], layout["tokens_per_step"]) == (4096, 33_554_432)
     assert (illegal.code, illegal.err, illegal.json["legal"]) == (3, "", False)
     assert "= 16. Legal ep: 1, 2, 4, 8, 16" in illegal.json["reasons"][0]
     assert [illegal.json[name] for name in ("fits", "memory_gib", "memory_by_rank", "layout")] == [None, None, [], {}]
-    for answer in (legal, illegal):
-        assert {"legal", "fits", "reasons", "notes", "layout", "memory_gib", "command"} <= answer.json.keys()
 
 
-def test_every_reason_is_told_to_people_too(call: Any) -> None:
-    answer = call(*overrides(pp=16, ep=48, seq_len=20000, dispatch_precision="fp8"))  # of BF16 experts
-    assert answer.code == 3
-    assert answer.out.startswith("illegal, 4 reasons: 671B")
-    for factor in ("- ep is 48", "- seq_len is 20000", "- dispatch_precision is fp8"):
-        assert factor in answer.out
-    assert "torchrun" not in answer.out
-    assert all(len(line) <= 120 for line in answer.out.splitlines())
-
-
-def test_text_of_a_legal_plan(call: Any) -> None:
+def test_a_plan_for_a_person(call: Any) -> None:
     out = call(*overrides(tp=2, pp=2, hardware="b200_x256", activation_checkpoint="full")).out
-    for part in (
-        "legal, and fits: 671B",
-        "pp 2 · dp_replicate 1 · dp_shard 64 · cp 1 · tp 2 · ep 32, experts sharded by 4",
-        "4,096 sequences, 33.6 M tokens a step",
-        "rank 0: stage 0 tok_embeddings, layers 0-30",
-        "GiB on the fullest GPU of 179.1",
-        "-m torchtitan.train --module moelab.titan --config experiment",
-    ):
+    for part in ("legal, and fits: 671B", "layers 0-30", "33.6 M tokens a step", "--config experiment"):
         assert part in out
+    assert call(*overrides(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
+    illegal = call(*overrides(pp=16, ep=48, seq_len=20000, dispatch_precision="fp8"))  # of BF16 experts
+    assert (illegal.code, illegal.out[:27]) == (3, "illegal, 4 reasons: 671B, a")
+    assert "torchrun" not in illegal.out
+    assert all(len(line) <= 120 for line in illegal.out.splitlines())
 
 
-BAD = {
-    "near field": (overrides(nodse=2), "did you mean 'nodes'?"),
-    "profile": (overrides(hardware="b400_x256"), "there is no such profile"),
-    "no value": (["--set", "tp"], "expected key=value"),
-    "search of a profile": ([*overrides(hardware="b300"), "--search"], "there is no such profile"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "expected"), BAD.values(), ids=BAD)
-def test_bad_input_is_one_clear_message(call: Any, arguments: list[str], expected: str) -> None:
+@pytest.mark.parametrize("arguments", [overrides(hardware="b300"), [*overrides(hardware="b300"), "--search"]])
+def test_bad_input_is_one_clear_message(call: Any, arguments: list[str]) -> None:
     answer = call(*arguments, "--json")
     assert (answer.code, answer.out) == (2, "")
-    assert expected in answer.err
+    assert "there is no such profile" in answer.err
     assert "Traceback" not in answer.err
 
 
-@pytest.mark.parametrize("option", ["--limit=0", "--global-batch=-1", "--ranks=a,b", "--limit=x"])
+@pytest.mark.parametrize("option", ["--limit=0", "--global-batch=-1", "--ranks=a,b"])
 def test_bad_options(call: Any, option: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match="2"):
         call(option)
-    assert stopped.value.code == 2
 
 
 def test_the_command_names_a_file_that_holds_the_plan(call: Any, tmp_path: Path) -> None:
@@ -122,6 +99,15 @@ def test_the_command_names_a_file_that_holds_the_plan(call: Any, tmp_path: Path)
     answer = call(*overrides(ep=8), "--write", str(written), "--json")
     assert f"MOELAB_EXPERIMENT={written}" in answer.json["command"]
     assert read_experiment(written) == Experiment(**{**BASE, "ep": 8})
+
+
+def test_a_machine_without_a_gpu_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moelab.hardware.gpus", tuple)
+    cluster_of.cache_clear()
+    planned = plan(Experiment())
+    assert planned.fits is headroom_gib(Experiment()) is None
+    assert "this machine has no GPU; name a profile" in planned.notes[-1]
+    cluster_of.cache_clear()
 
 
 def test_the_command_starts_every_rank() -> None:
@@ -140,19 +126,22 @@ def test_every_published_arm_is_planned() -> None:
         planned = plan(arm)
         assert planned.command[-2:] == ("--config", name)
         assert planned.command[0] == "torchrun"
-        assert planned.differences or arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP
+        concerning = [row for row in PUBLISHED_DIFFERENCES if arm.model in row.models]
+        assert planned.differences == tuple(concerning) or arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP
+    assert differences(Experiment(**{**BASE, "tp": 2, "pp": 2, "ep": 16})) == ()
 
 
-def test_the_buffer_of_deepep_is_shown_and_follows_the_microbatch(call: Any) -> None:
+def test_memory_is_that_of_the_estimate_and_the_buffer_of_deepep_follows_the_microbatch(call: Any) -> None:
     fields = {"ep_backend": "deepep", "hardware": "b200_x256", "activation_checkpoint": "full", "tp": 2, "pp": 2}
     answer = call(*overrides(**fields), "--json").json
+    planned = plan(Experiment(**{**BASE, **fields})).memory
+    assert planned is not None
+    totals = [planned.worst.reserved_gib, planned.worst.outside_gib, planned.worst_gib]
+    assert [answer[name] for name in ("memory_gib", "outside_gib", "total_gib")] == [round(gib, 2) for gib in totals]
     buffer, memory = answer["dispatch_buffer"], answer["memory_by_rank"]
     assert (buffer["tokens"], buffer["ranks"], buffer["nvlink_ranks"]) == (8192 // 2, 32, 8)
     assert {row["parts_gib"]["dispatch buffers"] for row in memory} == {round(buffer["bytes"] / 2**30, 3)}
-    printed = call(*overrides(**fields)).out
-    assert (
-        f"buffer    deepep {buffer['bytes'] / 2**30:.2f} GiB per GPU, outside of PyTorch's allocator: 4,096" in printed
-    )
+    assert f"deepep {buffer['bytes'] / 2**30:.2f} GiB per GPU" in call(*overrides(**fields)).out
     twice = call(*overrides(**fields, microbatch=2), "--json").json["dispatch_buffer"]
     assert twice["tokens"] == 2 * buffer["tokens"]
     assert 1.9 * buffer["bytes"] < twice["bytes"] < 2 * buffer["bytes"]  # counters and slack stay
@@ -163,46 +152,13 @@ def test_emulated_deepep_is_said_wherever_the_plan_names_the_arm(call: Any) -> N
     answer = call(*overrides(ep_backend="deepep", ep_kernels="emulated", tp=2, pp=2))
     assert answer.code == 0
     assert "arm bf16_deepep (DeepEP emulated)" in answer.out.splitlines()[0]
-    assert "emulated on plain collectives: its numerics, not its speed" in " ".join(answer.out.split())
     assert "buffer " not in answer.out
-
-
-def test_differences_name_every_fault_of_the_published_scripts() -> None:
-    published = plan(named_arms()["dsv3_671b_bf16_standard"]).differences
-    said = " ".join(row.published for row in PUBLISHED_DIFFERENCES)
-    for fault in ("#SBATCH", "BASH_SOURCE", "mxfp8_wgrad_with_hp", "1a36996b", "filter_fqns", "NICs", "variance"):
-        assert fault in said
-    topics = " ".join(row.topic for row in PUBLISHED_DIFFERENCES)
-    for topic in ("time limit", "requeue", "checkpoint", "seed"):
-        assert topic in topics
-    assert {row.topic for row in published} == {row.topic for row in PUBLISHED_DIFFERENCES if "671B" in row.models}
-    assert differences(Experiment(**{**BASE, "tp": 2, "pp": 2, "ep": 16})) == ()
-
-
-def test_memory_is_that_of_the_estimate(call: Any) -> None:
-    fields = {"tp": 2, "pp": 2, "hardware": "b200_x256", "activation_checkpoint": "full"}
-    planned, answer = plan(Experiment(**{**BASE, **fields})), call(*overrides(**fields), "--json").json
-    assert planned.memory is not None
-    worst = planned.memory.worst
-    assert answer["memory_gib"] == round(worst.reserved_gib, 2), "what TorchTitan prints as memory"
-    assert answer["outside_gib"] == round(worst.outside_gib, 2)
-    assert answer["total_gib"] == round(planned.memory.worst_gib, 2)
-    assert answer["fits"] is planned.memory.fits
-    assert max(row["total_gib"] for row in answer["memory_by_rank"]) == answer["total_gib"]
-
-
-def test_what_does_not_fit_is_legal(call: Any) -> None:
-    answer = call(*overrides(nodes=1, ep=8, hardware="b200_node"), "--json")
-    assert answer.code == 0
-    assert (answer.json["legal"], answer.json["fits"]) == (True, False)
-    assert call(*overrides(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
 
 
 def test_search_from_the_command_line(call: Any, tmp_path: Path) -> None:
     options = [*overrides(tp=2, hardware="b200_x256", activation_checkpoint="full"), "--search", "--limit", "4"]
     answer = call(*options, "--json")
-    assert answer.code == 0
-    assert len(answer.json["candidates"]) == 4
+    assert (answer.code, len(answer.json["candidates"])) == (0, 4)
     assert {row["set"]["tp"] for row in answer.json["candidates"]} == {2}
     best = answer.json["candidates"][0]
     fields = {**BASE, "hardware": "b200_x256", "activation_checkpoint": "full", **best["set"]}
@@ -211,9 +167,6 @@ def test_search_from_the_command_line(call: Any, tmp_path: Path) -> None:
     written = read_experiment(tmp_path / "best.yaml")
     assert {field: getattr(written, field) for field in best["set"]} == best["set"]
     assert table.startswith("legal · fits (")
-    (header,) = [line for line in table.splitlines() if line.endswith("tokens/s/GPU") and "dp_rep" in line]
-    assert header.split()[:4] == ["pp", "schedule", "micro", "dp_rep"]
-    assert call(*options, "--json").out == answer.out
 
 
 def test_a_search_without_an_answer_is_refused(call: Any) -> None:
@@ -222,10 +175,6 @@ def test_a_search_without_an_answer_is_refused(call: Any) -> None:
     assert "none fits. The closest" in answer.out
     assert call(*overrides(model="Qwen3-235B-A22B"), "--search").err.count("--from-hf") == 1
     assert call(*overrides(dispatch_precision="fp8"), "--search", "--json").json["candidates"] == []
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_a_plan_loads_no_torch_and_takes_no_time(tmp_path: Path) -> None:
@@ -239,9 +188,8 @@ def test_a_plan_loads_no_torch_and_takes_no_time(tmp_path: Path) -> None:
         "heavy += [name for name in ('torch', 'pandas', 'plotly', 'torchtitan') if name in sys.modules]\n"
         "assert not heavy, heavy"
     )
-    done = python("-c", code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert python("-m", "moelab", "plan", str(path)).returncode == 0
 
 
 def test_config_is_what_torchtitan_resolves(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -82,8 +81,6 @@ def test_the_parts_add_up_to_the_step(arm: str) -> None:
     assert found.tps == pytest.approx(4096 * 8192 / 256 / found.step_time_s)
     low, high = found.interval
     assert low < found.tps < high
-    assert found.label == "derived"
-    assert found.mfu["causal"] < 1
     counts = flops_per_token(SHAPES["671B"], 8192), flops_per_token(SHAPES["671B"], 8192, causal=True)
     assert tuple(found.flops.values()) == counts
     for count, flops in found.flops.items():
@@ -206,13 +203,9 @@ def test_hardware_without_figures_and_impossible_figures_are_bad_input() -> None
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, []),
         ({"nodes": 128, "local_batch": 32}, ["1024 GPUs: validated for TorchTitan on up to 512"]),
         *((change, []) for change in ({"seq_len": 4096}, {"compile": "none"}, {"pp": 4}, {"routing": "learned"})),
-        (
-            {"ep": 16, "nodes": 64, "pp": 4, "local_batch": 32},
-            ["waiting at TorchTitan's exchanges over the network"],
-        ),
+        ({"ep": 16, "nodes": 64, "pp": 4, "local_batch": 32}, ["waiting at TorchTitan's exchanges over the network"]),
         ({"shape": {"moe_hidden_dim": 512}}, ["model and expert dimensions 7168 and 512"]),
         ({"model": "16B", "nodes": 4, "tp": 1, "pp": 1, "ep": 8, "local_batch": 4}, []),
     ],
@@ -231,7 +224,7 @@ def test_a_network_of_another_speed_is_named_and_widens_the_interval() -> None:
     assert spread[1] > 1.5 * spread[0]
 
 
-def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_advice_says_what_it_rests_on_that_was_not_seen() -> None:
     """In the sentence itself: of a projection, of arms beside each other, and of a search."""
     waits = "extrapolated from limited evidence: waiting at TorchTitan's exchanges over the network"
     deepep = named_arms()["dsv3_671b_bf16_deepep"]
@@ -244,8 +237,7 @@ def test_advice_says_what_it_rests_on_that_was_not_seen(capsys: pytest.CaptureFi
     text = recommendation_text(recommend(inside, fixed=("cp", "dp_replicate", "pp", "tp", "dp_shard"), limit=2))
     (other,) = [line for line in text.splitlines() if line.startswith("  ep_backend")]
     assert waits not in other
-    far = cluster_of("b200_x256")
-    far = with_network(far, 100.0)
+    far = with_network(cluster_of("b200_x256"), 100.0)
     text = recommendation_text(recommend(inside, far, fixed=("cp", "dp_replicate", "pp", "tp"), limit=2))
     (other,) = [line for line in text.splitlines() if line.startswith("  ep_backend")]
     assert other.endswith("(extrapolated *)")
@@ -330,9 +322,7 @@ def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:
 def test_the_expected_maximum_is_that_of_draws() -> None:
     draws = np.random.default_rng(0).standard_normal((20_000, 64)).max(axis=1).mean()
     assert expected_maximum(64) == pytest.approx(draws, abs=0.03)
-    assert expected_maximum(1) == 0
-    assert expected_maximum(2) == pytest.approx(1 / math.sqrt(math.pi), abs=0.03)
-    assert NormalDist().cdf(expected_maximum(1000)) > 0.999
+    assert (expected_maximum(1), expected_maximum(2)) == (0, pytest.approx(1 / math.sqrt(math.pi), abs=0.03))
 
 
 def test_cost_of_deepseeks_tokens_at_its_own_speed() -> None:
@@ -360,14 +350,16 @@ def test_a_search_by_speed_is_ordered_and_says_what_a_setting_is_worth() -> None
             assert worth.other_tps >= project(other).tps
     assert {"compile", "activation_checkpoint"} <= {worth.field for worth in found.worth}
     text = " ".join(recommendation_text(found).split())
-    assert text.startswith("legal · fits (")
     assert f"{found.considered} projected, of which a first estimate ranked the best number {found.place}" in text
-    assert "other settings, each with its own best layout:" in text
+    first = found.worth[0]
+    told = re.search(rf"{first.field} \S+ instead of \S+: ([+-][\d.]+) %", text)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(100 * (first.other_tps / first.tps - 1), abs=0.05)
 
 
 def test_a_search_misses_no_layout_that_is_faster_than_those_it_lists() -> None:
     """Against a projection of every legal layout that fits, with every checkpointing."""
-    experiment = NODE.model_copy(update={"local_batch": 4})
+    experiment = NODE.model_copy(update={"local_batch": 16})
     batch, everything = {"global_batch": experiment.global_batch}, []
     for policy in POLICIES:
         one = experiment.model_copy(update={"activation_checkpoint": policy})
@@ -413,12 +405,9 @@ def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both(mo
         assert np.less(widths(), own).all()
     nothing = gain_interval(found.best.job, found.best.job, CALIBRATION)
     assert (nothing.low, nothing.value, nothing.high) == (0, 0, 0)
-    first, *others = answer_lines(found, "DeepSeek-V3")
-    assert first.startswith(
-        f"legal · fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {found.best.tps:,.0f} tokens/s"
-    )
-    assert others[0].startswith("DeepSeek-V3: 671 G parameters, ")
-    assert found.to_json()["answer"][0] == first
+    first, model, *_ = answer_lines(found, "DeepSeek-V3")
+    assert f"fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {found.best.tps:,.0f} tokens/s" in first
+    assert model.startswith("DeepSeek-V3: 671 G parameters, ")
     text = better_text({"a": better_layout(project(standard))}, {"a": project(standard)}, "a.yaml")
     assert "this is not the best layout" in text
     assert "moelab plan a.yaml --search" in text
@@ -429,18 +418,6 @@ def test_fewer_sequences_than_pipeline_stages_are_searched_too() -> None:
     few = NODE.model_copy(update={"pp_schedule": "gpipe"})
     found = recommend(few, fixed=["cp"], global_batch=4, limit=200, settings=False)
     assert {(1, "gpipe"), (8, "GPipe")} <= {(one.experiment.pp, one.experiment.pp_schedule) for one in found.ranked}
-
-
-def test_a_search_uses_the_network_that_it_is_given() -> None:
-    experiment = Experiment(
-        **{**SMALL, "hardware": "h100_x1024", "ep": 16, "nodes": 2, "activation_checkpoint": "full"}
-    )
-    cluster = with_network(cluster_of("h100_x1024"), 400.0)
-    fixed = ("pp", "cp", "tp", "ep", "dp_replicate")
-    slow, fast = (recommend(experiment, one, fixed=fixed, limit=1) for one in (None, cluster))
-    assert fast.ranked[0].projection.tps > slow.ranked[0].projection.tps
-    (gain, *_), (other, *_) = fast.gains, slow.gains
-    assert gain.without.tps != other.without.tps
 
 
 @pytest.mark.parametrize(
@@ -474,23 +451,15 @@ def test_a_group_that_ends_inside_a_node_is_refused_not_mistaken() -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "experiment.yaml"
-    path.write_text(yaml.safe_dump({**PUBLISHED.model_dump(mode="json")}))
+    path.write_text(yaml.safe_dump(PUBLISHED.model_dump(mode="json")))
     assert main(["project", str(path), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["step_time_s"] == pytest.approx(sum(answer["breakdown_s"].values()))
-    assert answer["interval"][0] < answer["tps"] < answer["interval"][1]
-    assert answer["label"] == "derived"
+    assert json.loads(capsys.readouterr().out).items() >= json.loads(json.dumps(project(PUBLISHED).to_json())).items()
     assert main(["project", str(path), "--set", "ep_backend=deepep"]) == 0
-    shown = capsys.readouterr().out
-    assert "tokens/s/GPU" in shown
-    assert "all-to-all" in shown
+    assert "all-to-all" in capsys.readouterr().out
     assert main(["project", str(path), "--set", "pp=3"]) == 3
     assert "pp is 3" in capsys.readouterr().err
     assert main(["project", str(path), "--set", "hardware=cpu"]) == 2
     assert "has no bf16_tflops" in capsys.readouterr().err
-    both = Path(__file__).parents[2] / "studies" / "671B_b200_x256.yaml"
-    assert main(["project", str(both)]) == 0
-    assert "over the first" in capsys.readouterr().out
 
 
 def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:

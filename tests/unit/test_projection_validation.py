@@ -39,7 +39,6 @@ from moelab.projection.published import (
 from moelab.projection.uncertainty import PART_SPREAD
 from moelab.projection.validation import (
     H100_LATER,
-    KINDS,
     ONE_NODE,
     OWN,
     PUBLISHED,
@@ -80,10 +79,8 @@ def test_the_packaged_table_is_what_the_model_says_now() -> None:
 def test_the_jobs_of_the_published_rows_are_those_of_the_published_study() -> None:
     jobs = {step.row.name: step.job for step in steps() if step.row.source == PUBLISHED}
     for row in THROUGHPUT:
-        ours = jobs[f"671B {row.arm}"]
-        assert replace(ours, stack=replace(ours.stack, name="")) == replace(
-            published_job(row.arm), stack=replace(published_job(row.arm).stack, name="")
-        )
+        ours, published = jobs[f"671B {row.arm}"], published_job(row.arm)
+        assert ours == replace(published, stack=replace(published.stack, name=ours.stack.name))
 
 
 def test_a_row_names_all_that_a_projection_is_asked(tmp_path: Path) -> None:
@@ -114,10 +111,8 @@ def test_a_row_names_all_that_a_projection_is_asked(tmp_path: Path) -> None:
 def test_rows_are_there_once_with_a_date_a_source_and_a_kind(rows: tuple[ValidationRow, ...]) -> None:
     assert len({(row.source, row.name) for row in rows}) == len(rows)
     assert sorted(row.measured for row in rows if row.source == PUBLISHED) == sorted(row.tps for row in THROUGHPUT)
-    assert {row.kind for row in rows} == set(KINDS)
     for row in rows:
         date.fromisoformat((row.date + "-01-01")[:10])
-        assert row.source
         assert row.reference
     named = {row.name for row in rows if row.of == "step" and row.kind == "fitted"}
     assert named == fitted_on()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +61,11 @@ def says(*sentences: str) -> None:
         assert sentence in README, f"README does not say {sentence!r}"
 
 
+def slashed(values: Iterable[float], form: str = ",.0f") -> str:
+    """Such as ``1.04 / 1.06``."""
+    return " / ".join(format(value, form) for value in values)
+
+
 def own_checkpointing(shape: str) -> list[ArmResult]:
     kind = "full" if "full" in MODELS[shape] else "none"
     found = arm_results(load_measured(TWO_BY_TWO).rows)
@@ -72,16 +76,19 @@ def both_routings(found: Iterable[ArmResult], arm: str) -> list[ArmResult]:
     return sorted((one for one in found if one.arm == arm), key=lambda one: ROUTINGS.index(one.routing))
 
 
-def ratios(found: Iterable[ArmResult]) -> str:
-    words = [f"{one.ratio:.2f}" for one in found]
-    return f"{' / '.join(words)} ×" if words else ""
+def ratios(found: list[ArmResult]) -> str:
+    return f"{slashed((one.ratio or 0.0 for one in found), '.2f')} ×" if found else ""
+
+
+def speeds(found: Iterable[ArmResult]) -> str:
+    return slashed(one.tps for one in found)
 
 
 @pytest.mark.parametrize("shape", MODELS)
 def test_the_two_by_twos_rows(shape: str) -> None:
     found = own_checkpointing(shape)
-    stock = " / ".join(f"{one.tps:,.0f}" for one in both_routings(found, BASELINE))
-    cells = [MODELS[shape], stock, *(ratios(both_routings(found, arm)) for arm in COLUMNS)]
+    cells = [MODELS[shape], speeds(both_routings(found, BASELINE))]
+    cells += [ratios(both_routings(found, arm)) for arm in COLUMNS]
     says(f"| {' '.join(f'{cell} |' if cell else '|' for cell in cells)}")
 
 
@@ -93,8 +100,8 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         found.setdefault(name, []).append((stock, arm))
     assert found
     for name, pairs in found.items():
-        stocks, arms = (" / ".join(f"{one.tps:,.0f}" for one in side) for side in zip(*pairs, strict=True))
-        gains = " / ".join(f"{arm.tps / stock.tps:.2f}" for stock, arm in pairs)
+        stocks, arms = map(speeds, zip(*pairs, strict=True))
+        gains = slashed((arm.tps / stock.tps for stock, arm in pairs), ".2f")
         short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
         says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
     layers: dict[str, dict[str, Any]] = {}
@@ -102,9 +109,10 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         layers.setdefault(checkpointing_words(gain["activation_checkpoint"]), {})[gain["routing"]] = gain
     assert layers
     for words, by_routing in layers.items():
-        gains_of = [by_routing[routing] for routing in ROUTINGS]
-        stock_ms, arm_ms = (" / ".join(f"{gain[side]:.1f}" for gain in gains_of) for side in ("stock_ms", "arm_ms"))
-        ratio = " / ".join(f"{gain['ratio']:.2f}" for gain in gains_of)
+        stock_ms, arm_ms, ratio = (
+            slashed((by_routing[routing][key] for routing in ROUTINGS), form)
+            for key, form in (("stock_ms", ".1f"), ("arm_ms", ".1f"), ("ratio", ".2f"))
+        )
         says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
 
 
@@ -117,23 +125,19 @@ def test_fp8_experts_in_one_pass() -> None:
     whole = {}
     for shape, moe_layers in DEPTHS.items():
         found = [one for one in results if one.shape == shape]
-        stock = " / ".join(f"{one.tps:,.0f}" for one in both_routings(found, STOCK[1]))
         whole[shape] = [both_routings(found, arm) for arm in arms]
-        cells = [f"{' / '.join(f'{one.tps:,.0f}' for one in arm)}: {ratios(arm)}" for arm in whole[shape]]
-        says(f"| 671B, {moe_layers} MoE layers, 16 experts | {stock} | {' | '.join(cells)} |")
+        cells = [speeds(both_routings(found, STOCK[1])), *(f"{speeds(arm)}: {ratios(arm)}" for arm in whole[shape])]
+        says(f"| 671B, {moe_layers} MoE layers, 16 experts | {' | '.join(cells)} |")
     deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
     says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
     gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(rows)}
-    layers = [[gains[arm, routing] for routing in ROUTINGS] for arm in arms]
-    cells = [
-        " ms: ".join(
-            " / ".join(f"{gain[key]:{form}}" for gain in each) for key, form in (("arm_ms", ".1f"), ("ratio", ".2f"))
-        )
-        + " ×"
-        for each in layers
-    ]
-    stock = " / ".join(f"{gain['stock_ms']:.1f}" for gain in layers[0])
-    says(f"| a MoE layer | {stock} ms | {' | '.join(cells)} |")
+
+    def layer(arm: str, key: str, form: str = ".1f") -> str:
+        return slashed((gains[arm, routing][key] for routing in ROUTINGS), form)
+
+    cells = [f"{layer(arms[0], 'stock_ms')} ms"]
+    cells += [f"{layer(arm, 'arm_ms')} ms: {layer(arm, 'ratio', '.2f')} ×" for arm in arms]
+    says(f"| a MoE layer | {' | '.join(cells)} |")
 
 
 def test_memory_of_fp8_experts_in_one_pass() -> None:
@@ -167,6 +171,9 @@ def test_experts_alone() -> None:
         f"{ms[0]} ms forward and backward in BF16, {ms[1]} with the earlier FP8 code, {ms[2]} now and {ms[3]} with "
         "weight gradients in FP8"
     )
+    (again,) = (row for row in rows if row["part"] == "layer, 29 November")
+    ms = [f"{again['ms'][name]:.1f}" for name in ("bf16", "fp8", "fp8, wgrad fp8")]
+    says(f"a day later it was {ms[0]}, {ms[1]} and {ms[2]} ms")
     before, after = (layer["error"][name] for name in ("fp8", "fp8, wgrad fp8"))
     words = [f"{after[name]:.3f} instead of {before[name]:.3f} for {name}" for name in ("w1", "w3", "w2")]
     says(f"{words[0]}, {words[1]} and {words[2]}")
@@ -246,41 +253,37 @@ def test_four_gpus_beside_their_predictions() -> None:
     ):
         shown = (BASELINE, "bf16_deepep", BEST)
         arms = {arm: [measured[Place(model, 4, routing, arm)] for routing in ROUTINGS] for arm in shown}
-        stock = " / ".join(f"{one.tps:,.0f}" for one in arms[BASELINE])
         worst = max(abs(row.error) for row in rows if row.name.startswith(model))
         gains = " | ".join(ratios(arms[arm]) for arm in shown[1:])
-        says(f"| {words} | {stock} | {gains} | at most {worst:.1f} % |")
+        says(f"| {words} | {speeds(arms[BASELINE])} | {gains} | at most {worst:.1f} % |")
 
 
 def test_exchanges_alone() -> None:
     size = "671B, 32 experts"
-    rows = {
+    ms = {
         (row["arm"], row["operation"]): row["us_median"] / 1e3
         for row in results_of("all_to_all_h200_training")["rows"]
-        if (row["size"], row["routing"], row["sms"]) in ((size, "random_balanced", None), (size, "random_balanced", 96))
+        if (row["size"], row["routing"]) == (size, "random_balanced") and row["sms"] in (None, 96)
     }
-    for words, operation in (
-        ("dispatch", "dispatch"),
-        ("its gradient", "dispatch_backward"),
-        ("combine", "combine"),
-        ("its gradient", "combine_backward"),
-    ):
-        ms = [rows[arm, operation] for arm in ("standard bf16", "deepep bf16 expanded")]
-        says(f"{words} {ms[0]:.2f} → {ms[1]:.2f} ms")
+    for operation in ("dispatch", "dispatch_backward", "combine", "combine_backward"):
+        words = "its gradient" if operation.endswith("backward") else operation
+        standard_ms, deepep_ms = (ms[arm, operation] for arm in ("standard bf16", "deepep bf16 expanded"))
+        says(f"{words} {standard_ms:.2f} → {deepep_ms:.2f} ms")
 
 
 def test_losses_of_the_dispatchers() -> None:
     (found,) = results_of("dispatcher_losses_h200")["results"]
     differ = {frozenset(pair.split(" | ")): value for pair, value in found["largest_difference"].items()}
     assert differ[frozenset({"standard"})] == 0
-    by = {name: f"{differ[frozenset(pair)]:.2f}" for name, pair in {
-        "them": ("deepep", "standard"), "other": ("deepep",), "sorted": ("deepep_ordered", "standard"),
-        "sorted other": ("deepep_ordered",), "nudged": ("nudged", "standard"),
-    }.items()}  # fmt: skip
-    says(f"differ from them by up to {by['them']} nats at a step and from each other by {by['other']}")
+
+    def nats(*pair: str) -> str:
+        return f"{differ[frozenset(pair)]:.2f}"
+
     says(
-        f"with sorted rows by up to {by['sorted']} and {by['sorted other']}",
-        f"moves the standard run by {by['nudged']}",
+        f"differ from them by up to {nats('deepep', 'standard')} nats at a step",
+        f" nats at a step and from each other by {nats('deepep')}",
+        f"with sorted rows by up to {nats('deepep_ordered', 'standard')} and {nats('deepep_ordered')}",
+        f"moves the standard run by {nats('nudged', 'standard')}",
     )
     runs = [(run["arm"], run["losses"]) for run in found["runs"]]
     ends = [losses[-1] - runs[0][1][-1] for arm, losses in runs if arm != "standard"]
@@ -296,6 +299,7 @@ def test_one_gpu() -> None:
     for campaign, arms in (
         ("02:06", ("fp8_standard", "fp8_standard_wgrad-fp8", "fp8_standard_linears", "", "mxfp8-emulated_standard")),
         ("02:16", ("", "fp8_standard_wgrad-fp8", "", "fp8_standard_wgrad-fp8_linears", "")),
+        ("12:14", ("fp8_standard", "fp8_standard_wgrad-fp8", "", "", "mxfp8-emulated_standard")),
     ):
         tps = 8192 / statistics.median(steps[campaign, "bf16_standard_flex_tiles"])
         cells = [f" {ratios[campaign, arm]:.2f} × " if arm else " " for arm in arms]
@@ -305,7 +309,8 @@ def test_one_gpu() -> None:
         ratios["02:06", "fp8_standard_linears"] / ratios["02:06", "fp8_standard"],
     ]
     says(f"save {100 * gains[0] - 100:.1f} to {100 * gains[1] - 100:.1f} % of a whole step")
-    says(f"costs {100 - 100 * ratios['02:06', 'mxfp8-emulated_standard']:.1f} %")
+    costs = [100 - 100 * ratios[campaign, "mxfp8-emulated_standard"] for campaign in ("02:06", "12:14")]
+    says(f"costs {costs[0]:.1f} to {costs[1]:.1f} %")
     says(f"saves another {100 * ratios['02:25', 'bf16_standard_flex_flash'] - 100:.1f} % of the step")
 
 
@@ -322,22 +327,15 @@ def test_losses_on_one_gpu() -> None:
 def test_losses_on_a_cpu() -> None:
     last, held_out = {}, {}
     for verdict in results_of("convergence_cpu")["verdicts"]:
-        low, high = verdict["interval_nats"]
+        numbers = [verdict["difference_nats"], *verdict["interval_nats"]]
+        words = [f"{number:+.4f}".replace("-", "−") for number in numbers]
         into = last if verdict["quantity"].startswith("the mean loss") else held_out
-        into[verdict["arm"]] = (
-            (f"{verdict['difference_nats']:+.4f}, {low:+.4f} to {high:+.4f} | ±{verdict['margin_nats']:.4f} |").replace(
-                "-", "−"
-            ),
-            verdict["answer"],
-        )
-    rows = [
-        f"| {name} | {last[arm][0]} {held_out[arm][0]} {held_out[arm][1]} |"
-        for name, arm in (("MXFP8", "mxfp8_standard"), ("NVFP4", "nvfp4_standard"))
-    ]
-    says(*rows)
-    numbers, answer = last["mxfp8_standard"]
-    difference, interval, margin = re.split(", | [|] ", numbers.removesuffix(" |"))
-    says(f"With eight seeds the same study ends *{answer}*: {difference} nats, {interval}, margin {margin}")
+        into[verdict["arm"]] = (*words, f"±{verdict['margin_nats']:.4f}", verdict["answer"])
+    row = "{}, {} to {} | {} |"
+    for name, arm in (("MXFP8", "mxfp8_standard"), ("NVFP4", "nvfp4_standard")):
+        says(f"| {name} | {row.format(*last[arm])} {row.format(*held_out[arm])} {held_out[arm][-1]} |")
+    difference, low, high, margin, answer = last["mxfp8_standard"]
+    says(f"With eight seeds the same study ends *{answer}*: {difference} nats, {low} to {high}, margin {margin}")
 
 
 def test_emulation() -> None:

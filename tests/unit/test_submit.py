@@ -35,6 +35,7 @@ from moelab.launch.slurm import (
 )
 from moelab.launch.status import cancel, refresh
 from moelab.launch.submit import adopt, dry_run, submit
+from moelab.machine import boot_id
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import BY_CANCEL, State, Status
 
@@ -167,6 +168,14 @@ def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
     with pytest.raises(Refused, match=f"{lost.name}: it is unknown how it ended .* it has 2 of 4 steps"):
         ask(small(), tmp_path, cluster)
     assert find(tmp_path) == [lost]
+
+
+def test_a_run_whose_launcher_was_killed_here_is_submitted_anew(tmp_path: Path, cluster: ClusterProfile) -> None:
+    run = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
+    run.set_status(Status(state=State.RUNNING, boot_id=boot_id()))
+    plan = submit(small(), tmp_path, cluster, submit=False)
+    assert run.status.reason == "the launcher was killed"
+    assert run not in plan.prepared
 
 
 def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, cluster: ClusterProfile) -> None:

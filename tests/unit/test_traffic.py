@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,6 +49,7 @@ from moelab.projection.traffic import (
     simulate_rows,
 )
 from moelab.titan.routing import RandomBalancedRouter
+from moelab.viz.traffic import hops
 
 # PyTorch has no FP32 autocast on a CPU and says so; tensors are in FP32 here anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
@@ -56,6 +58,7 @@ SMALL = ExpertPlacement(experts=16, top_k=3, ep=8, ranks_per_node=4)
 DIM = 64
 TOKENS = 1024
 """Of each of 32 ranks: enough for a mean within 1 %."""
+UNIFORM = RoutingModel(kind="uniform")
 
 
 def model(kind: Kind, placement: ExpertPlacement = PUBLISHED) -> RoutingModel:
@@ -110,7 +113,7 @@ def test_formulas_are_the_means_over_all_choices(
     assert found.ranks == pytest.approx(distinct_destinations(every, placement.experts_per_rank).mean(), rel=1e-12)
     assert found.nodes == pytest.approx(distinct_destinations(every, placement.experts_per_node).mean(), rel=1e-12)
     if groups == limited:
-        uniform = expected_destinations(RoutingModel(kind="uniform"), placement)
+        uniform = expected_destinations(UNIFORM, placement)
         assert (uniform.ranks, uniform.nodes) == pytest.approx((found.ranks, found.nodes), rel=1e-12)
 
 
@@ -153,13 +156,11 @@ def test_a_measured_load_is_the_load_of_the_routing_that_is_made_of_it(groups: i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_draws_distinct_experts_and_repeats_with_its_seed(kind: Kind) -> None:
-    ids_TK = draw_expert_ids(model(kind), PUBLISHED, 257, rank=3, seed=5)
+    ids_TK, again, other = (draw_expert_ids(model(kind), PUBLISHED, 257, rank=rank, seed=5) for rank in (3, 3, 4))
     assert ids_TK.shape == (257, 8)
-    assert ids_TK.min() >= 0
-    assert ids_TK.max() < 256
+    assert set(ids_TK.ravel()) <= set(range(256))
     assert (distinct_destinations(ids_TK, 1) == 8).all()
-    assert np.array_equal(ids_TK, draw_expert_ids(model(kind), PUBLISHED, 257, rank=3, seed=5))
-    other = draw_expert_ids(model(kind), PUBLISHED, 257, rank=4, seed=5)
+    assert np.array_equal(ids_TK, again)
     assert np.array_equal(ids_TK, other) is (kind == "round_robin")
     if model(kind).grouped:
         assert distinct_destinations(ids_TK, 32).max() <= 4
@@ -202,14 +203,18 @@ def exchange(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_are_those_of_the_exchange_by_hand(kind: Kind, method: Method) -> None:
+def test_counts_and_drawn_hops_are_those_of_the_exchange_by_hand(kind: Kind, method: Method) -> None:
     ids_STK = np.stack([draw_expert_ids(model(kind, SMALL), SMALL, 20, rank=rank) for rank in range(SMALL.ep)])
     count = count_rows(ids_STK, SMALL, method)
     rows, held = exchange(ids_STK, SMALL, method)
+    drawn: Counter[tuple[int, int]] = Counter()
+    for sender, experts in ((sender, ids) for sender, ids_TK in enumerate(ids_STK.tolist()) for ids in ids_TK):
+        for hop in hops(experts, SMALL, method, sender=sender):
+            drawn[hop.sender, hop.receiver] += hop.copies
     wires_SR = count.nvlink_SR + count.network_SR
     for pair in itertools.product(range(SMALL.ep), repeat=2):
         if pair[0] != pair[1]:
-            assert wires_SR[pair] == rows.get(pair, 0)
+            assert wires_SR[pair] == rows.get(pair, 0) == drawn[pair]
         same_node = pair[0] // 4 == pair[1] // 4
         assert (count.network_SR if same_node else count.nvlink_SR)[pair] == 0
     # Every rank has every token that its experts need; where the sender or a relay has it already it is local.
@@ -226,9 +231,7 @@ def test_counts_are_those_of_the_exchange_by_hand(kind: Kind, method: Method) ->
 def test_laws_of_the_counts(top_k: int, group: tuple[int, int], seed: int) -> None:
     ep, local = group
     placement = ExpertPlacement(experts=16, top_k=top_k, ep=ep, ranks_per_node=local)
-    ids_STK = np.stack(
-        [draw_expert_ids(RoutingModel(kind="uniform"), placement, 9, rank=r, seed=seed) for r in range(ep)]
-    )
+    ids_STK = np.stack([draw_expert_ids(UNIFORM, placement, 9, rank=rank, seed=seed) for rank in range(ep)])
     standard, direct, hybrid = (count_rows(ids_STK, placement, method) for method in METHODS)
     ranks = sum(int(distinct_destinations(ids, placement.experts_per_rank).sum()) for ids in ids_STK)
     assert standard.rows_SR.sum() == ids_STK.size
@@ -243,12 +246,17 @@ def test_laws_of_the_counts(top_k: int, group: tuple[int, int], seed: int) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_expected_rows_are_those_of_a_draw(kind: Kind) -> None:
-    """Within 1 % (round-robin exactly), for even and for skewed loads."""
-    tokens = 1024
-    ids_STK = np.stack([draw_expert_ids(model(kind), PUBLISHED, tokens, rank=rank, seed=1) for rank in range(32)])
+    """For even and for skewed loads."""
+    check_expected_rows(
+        kind, np.stack([draw_expert_ids(model(kind), PUBLISHED, TOKENS, rank=rank, seed=1) for rank in range(32)])
+    )
+
+
+def check_expected_rows(kind: Kind, ids_STK: ExpertIds) -> None:
+    """Within 1 %, round-robin exactly."""
     destinations = expected_destinations(model(kind), PUBLISHED, tokens=4096)
     for method in METHODS:
-        expected = expected_rows(destinations, PUBLISHED, method).times(tokens)
+        expected = expected_rows(destinations, PUBLISHED, method).times(TOKENS)
         counted = count_rows(ids_STK, PUBLISHED, method).mean
         for wire in ("nvlink", "network", "logical"):
             tolerance = 1e-12 if kind == "round_robin" else 0.01
@@ -296,18 +304,9 @@ def chosen_by_the_routers() -> dict[str, ExpertIds]:
 
 
 @pytest.mark.parametrize("kind", ["round_robin", "random_balanced", "uniform", "group_by_score"])
-def test_bytes_are_those_of_the_real_routers(kind: Kind, chosen_by_the_routers: dict[str, ExpertIds]) -> None:
+def test_expected_rows_are_those_of_the_real_routers(kind: Kind, chosen_by_the_routers: dict[str, ExpertIds]) -> None:
     """TorchTitan's router, forced, free and group-limited, and the balanced random one, with real tokens."""
-    destinations = expected_destinations(model(kind), PUBLISHED, tokens=4096)
-    for method in METHODS:
-        rows = count_rows(chosen_by_the_routers[kind], PUBLISHED, method).mean
-        sent = layer_bytes(rows, 7168, dispatch_precision="fp8").total
-        expected = layer_bytes(
-            expected_rows(destinations, PUBLISHED, method).times(TOKENS), 7168, dispatch_precision="fp8"
-        )
-        for wire in ("nvlink", "network", "logical"):
-            tolerance = 1e-12 if kind == "round_robin" else 0.01
-            assert getattr(sent, wire) == pytest.approx(getattr(expected.total, wire), rel=tolerance), (method, wire)
+    check_expected_rows(kind, chosen_by_the_routers[kind])
 
 
 @pytest.fixture
@@ -371,20 +370,12 @@ def test_bytes_are_those_that_the_all_to_all_experiment_counts(routing: str, ran
     busiest = layer_bytes(ours.busiest, 7168, dispatch_precision="mxfp8").dispatch
     assert busiest.nvlink == theirs["physical_bytes"]
     assert layer_bytes(ours.mean, 7168).dispatch.nvlink == pytest.approx(theirs["rows_to_others"] * 14336)
-    if routing == "skewed":
-        popular = choose_popularity(32)
-        routing_model = RoutingModel(kind="skewed", weights=popular)
-    else:
-        routing_model = RoutingModel(kind="round_robin" if routing == "round_robin" else "random_balanced")
-    expected = expected_rows(expected_destinations(routing_model, placement), placement, method).times(2048)
+    popular = sorted(zipf_weights(32, SKEW), reverse=True)
+    order_E = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()  # the experiment's default seed
+    weights = tuple(popular[place] for place in order_E) if routing == "skewed" else ()
+    reached = expected_destinations(RoutingModel(kind=routing, weights=weights), placement)  # type: ignore[arg-type]
+    expected = expected_rows(reached, placement, method).times(2048)
     assert expected.nvlink == pytest.approx(theirs["rows_to_others"], rel=0.01)
-
-
-def choose_popularity(experts: int) -> tuple[float, ...]:
-    """Weights of the experiment's skewed routing at its default seed."""
-    order_E = torch.randperm(experts, generator=torch.Generator().manual_seed(0)).tolist()
-    by_place = sorted(zipf_weights(experts, SKEW), reverse=True)
-    return tuple(by_place[place] for place in order_E)
 
 
 # --- bytes, time, and what is refused --------------------------------------------------------------------------------
@@ -393,9 +384,7 @@ def choose_popularity(experts: int) -> tuple[float, ...]:
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
 def test_a_plain_all_to_all_sends_a_token_to_each_of_its_experts(precision: Any) -> None:
     """Dispatch and combine's gradient in the given precision, with a byte of scale for 32 values; the rest in BF16."""
-    sent = expected_traffic(
-        RoutingModel(kind="uniform"), PUBLISHED, "standard", tokens=4096, hidden=7168, dispatch_precision=precision
-    )
+    sent = expected_traffic(UNIFORM, PUBLISHED, "standard", tokens=4096, hidden=7168, dispatch_precision=precision)
     elements = 4096 * 8 * 7168
     low, high = elements * (2 if precision == "bf16" else 33 / 32), elements * 2
     assert sent.dispatch.logical == sent.combine_gradient.logical == pytest.approx(low)
@@ -405,7 +394,7 @@ def test_a_plain_all_to_all_sends_a_token_to_each_of_its_experts(precision: Any)
 
 def test_hybrid_mode_agrees_with_deepeps_own_traffic_model() -> None:
     """``get_theoretical_num_sms`` in DeepEP 2.1.0: RDMA (nodes)·(1 − 1/N) and NVLink (ranks)·(1 − 1/L), by token."""
-    found = expected_destinations(RoutingModel(kind="uniform"), PUBLISHED)
+    found = expected_destinations(UNIFORM, PUBLISHED)
     rows = expected_rows(found, PUBLISHED, "deepep_hybrid")
 
     def expected_top_k(groups: int) -> float:
@@ -419,7 +408,7 @@ def test_one_node_uses_no_network_and_one_rank_no_wire() -> None:
     for ep, wires in ((8, ("network",)), (1, ("network", "nvlink"))):
         placement = ExpertPlacement(experts=256, top_k=8, ep=ep, ranks_per_node=8)
         for method in METHODS:
-            rows = expected_rows(expected_destinations(RoutingModel(kind="uniform"), placement), placement, method)
+            rows = expected_rows(expected_destinations(UNIFORM, placement), placement, method)
             assert [getattr(rows, wire) for wire in wires] == [0.0] * len(wires)
 
 

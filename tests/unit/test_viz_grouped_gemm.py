@@ -73,18 +73,17 @@ def test_the_bars_of_a_step_add_up_to_its_time() -> None:
 @pytest.mark.parametrize("replayed", [True, False])
 def test_a_replay_says_so(replayed: bool) -> None:
     figure = measured_speedups(stored(), "fp8", replayed=replayed)
-    assert ("replayed: measured on NVIDIA H100" in figure.layout.title.text.replace("<br>", " ")) is replayed
+    assert ("replayed: measured on NVIDIA H100" in title(figure)) is replayed
     shown = {(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)}
     table = stored().speedups("fp8")
     assert shown == {(row.m, round(row.speedup, 4)) for row in table.itertuples()}  # type: ignore[call-overload]
-    assert f"in {(table['speedup'] > 1).sum()} of {len(table)} cases" in figure.layout.title.text
+    assert f"in {(table['speedup'] > 1).sum()} of {len(table)} cases" in title(figure)
 
 
 def test_the_goal_is_shown_as_missed_where_it_is() -> None:
     table = leave_one_out()
-    said = predicted_speedups(table).layout.title.text.replace("<br>", " ")
-    assert ("missed" in said) is not table["left_out_within"].all()
-    assert "reached" in predicted_speedups(table.assign(left_out_within=True)).layout.title.text.replace("<br>", " ")
+    assert ("missed" in title(predicted_speedups(table))) is not table["left_out_within"].all()
+    assert "reached" in title(predicted_speedups(table.assign(left_out_within=True)))
 
 
 def test_the_explorer_says_why_with_the_rows_that_it_has_and_needs() -> None:

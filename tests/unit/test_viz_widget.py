@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import plotly.graph_objects as go
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
+from moelab.titan.arms import named_arms
+from moelab.viz import LayoutExplorer
+from moelab.viz.projection import ProjectionExplorer
 from moelab.viz.theme import new_figure
+from moelab.viz.traffic import TrafficExplorer
 from moelab.viz.widget import Explorer, changes, labelled_control
 
 VALUES = st.recursive(
@@ -66,6 +71,27 @@ def test_only_what_changed_travels() -> None:
     explorer.controls["last"].value = 7
     assert [path for path, _ in sent[1]["changes"]] == [("line", "data", 0, "y")]
     assert explorer.plots.figures["line"] == json.loads(explorer.figures["line"].to_json())
+
+
+@pytest.mark.parametrize(
+    ("explorer", "control", "value", "words"),
+    [
+        (lambda: LayoutExplorer(named_arms()["dsv3_671b_bf16_standard"]), "ep", 16, None),
+        (lambda: ProjectionExplorer(named_arms()["dsv3_671b_mxfp8_deepep"]), "pp", 4, ("price_per_gpu_hour", 2.0)),
+        (TrafficExplorer, "token", 14, ("tokens", 8192)),
+    ],
+)
+def test_another_choice_sends_arrays_and_no_trace_and_one_of_the_words_alone_nothing(
+    explorer: Callable[[], Explorer], control: str, value: object, words: tuple[str, object] | None
+) -> None:
+    shown, sent = explorer(), list[Any]()
+    shown.plots.send = sent.append
+    shown.controls[control].value = value
+    (message,) = sent
+    assert all(len(path) > 2 for path, _ in message["changes"]), "all traces are sent again"
+    if words:
+        shown.controls[words[0]].value = words[1]
+        assert len(sent) == 1
 
 
 def test_a_refusal_stands_under_the_control_that_caused_it() -> None:

@@ -20,7 +20,7 @@ from moelab.experiment_file import Study
 from moelab.finding import Finding
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
-from moelab.launch.local import completed, only_launcher, require_known_ends
+from moelab.launch.local import close_killed, completed, only_launcher, require_known_ends
 from moelab.launch.requirements import check_data, check_plans
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import (
@@ -123,6 +123,7 @@ def submit(
     _require(check_plans(study, cluster))
     if submit:  # scripts alone can be prepared before the data is there
         _require(check_data(study, cluster))
+    close_killed(directory.find(runs / study.name))  # before the lock, by which it tells that a launcher lives
     with only_launcher(runs / study.name):  # two clients that submit at once would submit everything twice
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
@@ -177,7 +178,7 @@ def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
     busy = [
         f"{run.name} is {status.state} as job {status.job_id}"
         if status.job_id
-        else f"{run.name} is {status.state}: {status.reason}"
+        else f"{run.name} is {status.in_words()}"
         for run, status in statuses.items()
         if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
     ]

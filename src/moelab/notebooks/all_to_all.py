@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 
 from moelab.errors import MoelabError
@@ -29,15 +27,11 @@ def can_use_gpus() -> bool:
     return len(gpus()) >= RANKS
 
 
-def measure_all_to_all(output: Path, *, say: Callable[[str], None] = lambda _line: None) -> Measurement:
-    """Run the experiment in processes of its own and read what it wrote.
+def measure_all_to_all(output: Path) -> Measurement:
+    """Run the experiment in processes of its own and read what it wrote to a JSON file.
 
-    Args:
-        output: JSON file; one of this machine that is there already is completed.
-        say: receives each line of progress.
-
-    Returns:
-        The measurement. Without two GPUs its sizes are small and its backend is gloo, and it says so.
+    Without two GPUs its sizes are small and its backend is gloo, and it says so. A file of this machine that is there
+    already is completed.
 
     Raises:
         ExperimentFailed: with the last lines that the processes wrote.
@@ -46,14 +40,10 @@ def measure_all_to_all(output: Path, *, say: Callable[[str], None] = lambda _lin
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     device = "cuda" if can_use_gpus() else "cpu"
     program = ["-m", PROGRAM, "--output", str(output.absolute()), "--device", device]
-    last: deque[str] = deque(maxlen=40)
-    with subprocess.Popen(
-        [*torchrun, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            last.append(line.rstrip())
-            say(last[-1])
-    if process.returncode != 0 or not output.exists():
+    done = subprocess.run(
+        [*torchrun, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0 or not output.exists():
+        last = done.stdout.splitlines()[-100:]  # 40 are torchrun's own, after those of the rank that failed
         raise ExperimentFailed("the all-to-all experiment failed:\n" + "\n".join(last))
     return load_measured(ALL_TO_ALL, output)

@@ -74,10 +74,7 @@ ENTRIES = (
 
 
 def markdown_table(folder: str = "") -> str:
-    """The list as a Markdown table, with a link for each notebook.
-
-    Args:
-        folder: where the notebooks are, seen from the text that shows the table, such as ``notebooks/``.
+    """The list as a Markdown table, with a link for each notebook, which lie in ``folder`` seen from that text.
 
     Example:
         >>> markdown_table("notebooks/").splitlines()[3].split(" | ")[1]

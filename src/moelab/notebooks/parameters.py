@@ -35,6 +35,7 @@ INJECTED = "# Parameters\n"
 _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=4095, description="which token is drawn")]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000, description="of each rank")]
 NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
@@ -257,10 +258,7 @@ class PlanParameters(NotebookParameters):
     """Parameters of ``05_plan_layout``."""
 
     def to_experiment(self, **changes: Any) -> Experiment:
-        """The experiment that these parameters name, on C4 as the published runs.
-
-        Args:
-            changes: fields of the experiment that are to differ.
+        """The experiment that these parameters name but for the changes, on C4 as the published runs.
 
         Raises:
             BadInput: if a value is none that an experiment takes, or there is no such model.
@@ -268,8 +266,8 @@ class PlanParameters(NotebookParameters):
         fields = {"name": "plan", "dataset": "c4", **self.of_experiment}
         fields["shape"] = yaml.safe_load(f"{{{self.shape}}}")
         if self.model not in SHAPES:
-            found = read_model(self.model)
-            fields |= {"model": found.model, "shape": found.shape | fields["shape"]}
+            model = read_model(self.model)
+            fields |= {"model": model.model, "shape": model.shape | fields["shape"]}
         return parse(Experiment, {**fields, **changes})
 
 
@@ -331,12 +329,10 @@ class ThroughputParameters(NotebookParameters):
     "gpu nodes gpus_per_node network_gb_s pp tp ep seq_len local_batch routing price_per_gpu_hour watts_per_gpu "
     "tokens_t grouped_gemm all_to_all draws most_gpus search_limit",
     gpu=Literal["H100", "H200", "B200", "GB200"],
-    network_gb_s=Annotated[float, Field(gt=0, allow_inf_nan=False)],
-    price_per_gpu_hour=Annotated[float, Field(gt=0, allow_inf_nan=False)],
-    watts_per_gpu=Annotated[float, Field(gt=0, allow_inf_nan=False)],
-    tokens_t=Annotated[
-        float, Field(gt=0, allow_inf_nan=False, description="trillions of tokens of the whole training")
-    ],
+    network_gb_s=Positive,
+    price_per_gpu_hour=Positive,
+    watts_per_gpu=Positive,
+    tokens_t=Annotated[Positive, Field(description="trillions of tokens of the whole training")],
     grouped_gemm=Annotated[str, Field(description="file of your node's grouped GEMMs; empty: the packaged one")],
     all_to_all=Annotated[str, Field(description="file of your node's all-to-all; empty: the packaged one")],
     draws=Annotated[int, Field(ge=10, le=10_000)],
@@ -346,10 +342,7 @@ class ProjectParameters(NotebookParameters):
     """Parameters of ``08_project_to_cluster``."""
 
     def to_experiment(self, **changes: Any) -> Experiment:
-        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster.
-
-        Args:
-            changes: fields of the experiment that are to differ.
+        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster, but for the changes.
 
         Raises:
             BadInput: if a value is none that an experiment takes.

@@ -65,19 +65,8 @@ def source_hash(notebook: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def is_of(copy: Path, notebook: Path) -> bool:
-    """Whether a copy was made from the notebook and the parameters as they are now, whatever the code under them."""
-    stamp = nbformat.read(copy, as_version=4).metadata.get("moelab", {})
-    return bool(stamp.get("source_hash") == source_hash(notebook))
-
-
 def render(notebook: Path, copy: Path, commit: str | None) -> None:
-    """Run a notebook in an empty folder and write its copy.
-
-    Args:
-        notebook: ``notebooks/NAME.ipynb`` of a clone.
-        copy: file to write.
-        commit: of the code; None where it is not known.
+    """Run ``notebooks/NAME.ipynb`` of a clone in an empty folder and write its copy; the commit is the code's.
 
     Raises:
         NotebookFailed: if the notebook failed, or its copy would be too large.
@@ -97,11 +86,9 @@ def render(notebook: Path, copy: Path, commit: str | None) -> None:
 
 @contextlib.contextmanager
 def executed(notebook: Path, commit: str | None) -> Iterator[Any]:
-    """A notebook as it ran in an empty folder with its profile, and stamped; inside, that is the working folder.
+    """A notebook, by its absolute path, as it ran with its profile in an empty folder, and stamped.
 
-    Args:
-        notebook: ``notebooks/NAME.ipynb`` of a clone, absolute.
-        commit: of the code; None where it is not known.
+    Inside, that is the working folder.
     """
     parameters = read_parameters(parameters_file(notebook))
     with tempfile.TemporaryDirectory() as work, contextlib.chdir(work):

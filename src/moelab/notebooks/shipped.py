@@ -23,21 +23,13 @@ RECORD = ".moelab_notebooks.json"
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenOut:
-    """What one call did with each file; names are relative to the folder.
-
-    Attributes:
-        folder: that holds the files.
-        written: files that were not there.
-        renewed: files of another version of moelab that nobody had changed.
-        kept: files that are not as this version has them, each with the reason why it was left alone.
-        same: files that were there already, as they are here.
-    """
+    """What one call did with each file; names are relative to the folder."""
 
     folder: str
-    written: tuple[str, ...]
-    renewed: tuple[str, ...]
-    kept: dict[str, str]
-    same: tuple[str, ...]
+    written: tuple[str, ...]  # were not there
+    renewed: tuple[str, ...]  # of another version of moelab; nobody had changed them
+    kept: dict[str, str]  # are not as this version has them; with the reason why each was left alone
+    same: tuple[str, ...]  # were there already, as they are here
 
     def to_json(self) -> dict[str, Any]:
         """Everything, for a program."""

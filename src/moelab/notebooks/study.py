@@ -21,14 +21,7 @@ Say = Callable[[str], None]
 
 
 def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bool) -> bool:
-    """Whether :func:`bring_forward` would give Slurm anything: not while runs are with it, nor after all have ended.
-
-    Args:
-        study: what is to be trained.
-        runs: the folder that holds all studies.
-        cluster: where.
-        submit: whether Slurm may be given anything.
-    """
+    """Whether :func:`bring_forward` would give Slurm anything: not while runs are with it, nor after all have ended."""
     from moelab.launch.status import ACTIVE, refresh
 
     if not submit or cluster.scheduler == "none":
@@ -53,13 +46,8 @@ def bring_forward(
     Without Slurm, what is missing is trained here. With Slurm, jobs are looked at and what is missing is submitted,
     if ``submit`` allows it.
 
-    Args:
-        study: what is to be trained.
-        runs: the folder that holds all studies.
-        cluster: where; its ``scheduler`` decides.
-        submit: whether Slurm may be given anything.
-        say: receives lines for the reader.
-        on_failure: whether to go on here with the next experiment after one failed.
+    ``runs`` is the folder that holds all studies, ``say`` receives lines for the reader, and ``on_failure`` tells
+    whether to go on here with the next experiment after one failed.
 
     Raises:
         Refused: if this machine or the plan cannot run it, or ``submit`` asks for Slurm on a cluster without it.
@@ -92,12 +80,8 @@ def bring_forward(
 def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> Report | None:
     """What the finished runs of a study say; None while there are none and one may still finish.
 
-    Args:
-        folder: of the study.
-        study: exactly these experiments are judged.
-        reference: arm that the others are held against.
-        say: receives why there is nothing to judge.
-        rules: further ones of :func:`~moelab.study_report.judge_study`.
+    Exactly the study's experiments are judged, by further rules of :func:`~moelab.study_report.judge_study`; ``say``
+    receives why there is nothing to judge.
 
     Raises:
         NothingToJudge: if all runs have ended and none finished, with the reason of each.

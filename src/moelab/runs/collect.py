@@ -497,14 +497,28 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if ended or len(read.rows):
             return [read], ended
         if not logs and not ranks:
-            if exports := sorted(folder.glob("*.csv")):
-                return [read for file in exports for read in read_wandb(file)], None
+            if exports := sorted(filter(is_export, folder.iterdir())):
+                return _read_exports(exports), None
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
         raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
     if not len(read.rows):
         return events, ended
     return [_united(read, events[0]) if len(events) == 1 else read], ended
+
+
+def _read_exports(files: Sequence[Path]) -> list[MetricsRead]:
+    """The runs of all of them; what is no export is named in the notes, unless none is one."""
+    reads: list[MetricsRead] = []
+    faults: list[str] = []
+    for file in files:
+        try:
+            reads += read_wandb(file)
+        except BadInput as error:
+            faults.append(str(error))
+    if not reads:
+        raise BadInput("\n".join(faults))
+    return [replace(read, notes=(*read.notes, *(f"left out: {fault}" for fault in faults))) for read in reads]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -514,7 +528,7 @@ def _files(folder: Path) -> list[Path]:
         is_deep = len(Path(here).relative_to(folder).parts) > 2
         # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
-        files += [Path(here, name) for name in names]
+        files += [file for name in names if (file := Path(here, name)).is_file()]  # no pipe, no dangling link
     return sorted(files)
 
 

@@ -59,11 +59,7 @@ ARM_LOOKS = {
 
 
 def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
-    """Published network bandwidths, as they are counted and as the network card sees them.
-
-    Args:
-        rows: those whose bottleneck is the network are drawn.
-    """
+    """Published bandwidths whose bottleneck is the network, as they are counted and as the network card sees them."""
     drawn = [row for row in rows if row.wire == "network"]
     seen = [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
     figure = new_figure(
@@ -92,10 +88,8 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
 def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
     """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
 
-    Args:
-        paths: of :func:`moelab.projection.traffic.gather_passes`.
-        hbm_tb_s: bandwidth of the GPU's memory, for the time beside each bar.
-        words: what the sizes are, for the subtitle.
+    Paths are of :func:`moelab.projection.traffic.gather_passes`; the bandwidth of the GPU's memory makes the time
+    beside each bar; ``words`` say in the subtitle what the sizes are.
     """
     totals_gb = {name: sum(one.moved_bytes for one in passes) / 1e9 for name, passes in paths.items()}
     names = list(paths)[::-1]
@@ -258,10 +252,7 @@ _ROUTING_MARKS = {"random_balanced": (-0.17, ""), "round_robin": (0.17, "-open")
 def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
     """Throughput over stock's under the same checkpointing: a row for each arm, below the shape that it trained.
 
-    Args:
-        results: of :func:`moelab.analysis.two_by_two.arm_results`; of these the current ones with stock at their side
-            are drawn.
-        measured: that they are of, for the stamp.
+    Of the results, the current ones with stock at their side are drawn.
     """
     drawn = [one for one in current_results(results) if one.ratio is not None and one.arm not in STOCK]
     if not drawn:
@@ -370,10 +361,7 @@ ASIDE = 0.07
 def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
     """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
 
-    Args:
-        predicted: content of ``h100_full_node_predicted``.
-        full_node: of ``h200_full_node``, if it was measured.
-        two_by_two: of ``h100_two_by_two``, for two GPUs.
+    ``predicted`` is the content of ``h100_full_node_predicted``; ``two_by_two`` has two GPUs, while no node has.
     """
     newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
     predicted_ends = {

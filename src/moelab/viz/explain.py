@@ -118,7 +118,11 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
     longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
     idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "step_ms"))
-    place = f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {_said(longest[0][1])}" if longest else ""
+    place = (
+        f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {_host_work(longest[0][1])}"
+        if longest
+        else ""
+    )
     figure = new_figure(
         f"The device is idle for {100 * idle / span:.1f} % of the time{place}",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
@@ -126,10 +130,10 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         note=_known(replayed),
         height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
     )
-    labels = ["<br>".join(wrap(f"{cause}: {_said(where)}", 36)) for cause, where in longest]
+    labels = ["<br>".join(wrap(f"{cause}: {_host_work(where)}", 36)) for cause, where in longest]
     for number, (name, step) in enumerate(explained.items()):
-        found = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
-        x = [found.get(key, 0.0) for key in longest]
+        idle_ms = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
+        x = [idle_ms.get(key, 0.0) for key in longest]
         _add_bars(
             figure,
             plot_text(name),
@@ -140,22 +144,16 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
 
 
-def _said(where: str) -> str:
+def _host_work(where: str) -> str:
     """What the host did, without the names that Python and autograd put around it."""
     if "DataLoader" in where:
         return "loading the next batch (DataLoader)"
-    said = where.removeprefix("autograd::engine::evaluate_function: ")
-    return said if len(said) <= 52 else f"{said[:51]}…"
+    work = where.removeprefix("autograd::engine::evaluate_function: ")
+    return work if len(work) <= 52 else f"{work[:51]}…"
 
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
-    """What matrix products reach, beside the peaks of the datasheet.
-
-    Args:
-        rates: of :func:`moelab.explain.against.gemm_rates`, by the step's name in the legend.
-        gpu: by its name in the trace.
-        replayed: whether the traces came with the package.
-    """
+    """What matrix products reach, beside the peaks of the datasheet of the GPU, which is named as in the trace."""
     known = known_gpu(gpu)
     peaks = {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops} if known else {}
     levels = {name: float(peak) for name, peak in peaks.items() if peak}
@@ -212,7 +210,7 @@ def timeline(
         explained: whose events are drawn; of each part the longest :data:`MOST_BARS`.
         layer: whose time is shown, with all that runs in it; the whole step if it is not given.
         phase: ``forward``, ``recompute`` or ``backward`` of it; all of them if it is not given.
-        replayed: whether the trace came with the package.
+        replayed: as above.
 
     Raises:
         BadInput: if the trace does not tell layers, or has no such layer or pass.

@@ -52,13 +52,7 @@ _MARKS = ("star", "diamond", "circle", "square")
 
 
 def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *, replayed: bool) -> go.Figure:
-    """Measured speed-up over rows, a line for each weight shape with 8 even groups; other cases as grey marks.
-
-    Args:
-        result: of the micro-experiment.
-        precision: held against BF16.
-        replayed: whether it was read from a file; the title says so.
-    """
+    """Measured speed-up over BF16, a line for each weight shape with 8 even groups; other cases as grey marks."""
     table = result.speedups(precision)
     wins = int((table["speedup"] > 1).sum())
     figure = new_figure(
@@ -265,11 +259,7 @@ _DEGREES = (1, 2, 4, 8, 16, 32, 64)
 class ExpertExplorer(Explorer):
     """A model, a GPU and a layout as menus; above, the rows of the experts beside the break-even; below, the times.
 
-    Args:
-        model: where the menus begin, as :func:`moelab.projection.gemm_fit.expert_work` takes it.
-        tokens: of one micro-batch on a data-parallel rank.
-        tp: tensor-parallel degree.
-        ep: expert-parallel degree.
+    The menus begin at the arguments, which are those of :func:`moelab.projection.gemm_fit.expert_work`.
     """
 
     figure_px = NARROW

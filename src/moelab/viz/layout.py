@@ -48,14 +48,8 @@ LIGHT_GREEN, DARK_GREEN = "rgb(206, 232, 222)", "rgb(0, 92, 67)"
 def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks: int = 0) -> go.Figure:
     """Nodes as boxes and GPUs as squares; one map for each group that a rank belongs to.
 
-    Args:
-        layout: resolved degrees.
-        gpus_per_node: consecutive ranks that share a node.
-        rank: whose groups are shown.
-        nvlink_ranks: consecutive ranks that NVLink joins, if they are more than a node's: a box then has these.
-
-    Returns:
-        The figure. Hovering over a square shows its rank and its place along every axis.
+    Where NVLink joins more ranks than a node has, a box has these. Hovering over a square shows its rank and its place
+    along every axis.
 
     Raises:
         BadInput: if there is no such rank.
@@ -133,16 +127,12 @@ def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
 
 
 class ClusterGrid:
-    """Where each GPU's square lies; x runs to the right and y down, in squares.
-
-    Attributes:
-        numbered: whether there is room for the numbers of nodes.
-        width, height: of the map; a small cluster does not fill the width, so that squares stay small.
-        height_px: height that shows it well.
-    """
+    """Where each GPU's square lies; x runs to the right and y down, in squares."""
 
     def __init__(self, *, gpus_per_node: int, nodes: int) -> None:
-        self._gpus_per_node, self._nodes, self.numbered = gpus_per_node, nodes, nodes <= 64
+        self._gpus_per_node, self._nodes = gpus_per_node, nodes
+        self.numbered = nodes <= 64  # of more, there is no room for the numbers
+        # A small cluster does not fill the width, so that squares stay small.
         self._columns = 8 if self.numbered else 16 if nodes <= 256 else 32
         self._across = min(4, gpus_per_node)
         self._down = -(-gpus_per_node // self._across)
@@ -222,10 +212,6 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
 
     Every stage takes equally long and communication no time, so this is a picture of the schedule, not of a run. The
     number on a bar is its micro-batch, where it fits.
-
-    Args:
-        layout: resolved degrees and micro-batches.
-        schedule: a name of ``moelab.layout.SCHEDULES``.
     """
     if layout.pp == 1:
         finding = "No pipeline: every rank holds all layers"
@@ -404,9 +390,6 @@ class LayoutExplorer(Explorer):
         experiment: where the controls begin; what has no control stays as it is here.
         name: of its model, where it is no model of moelab's own.
         rank: global rank whose groups the mesh shows first.
-
-    Attributes:
-        experiment: as the controls stand now.
     """
 
     figure_px = NARROW
@@ -414,7 +397,7 @@ class LayoutExplorer(Explorer):
     def __init__(self, experiment: Experiment, *, name: str = "", rank: int = 0) -> None:
         # Without a pipeline too the control of the micro-batch says what goes forward at once.
         at_once = {"microbatch": experiment.sequences_at_once, "accumulate_gradients": True}
-        self.experiment = experiment.model_copy(update={"dp_shard": -1, **at_once})
+        self.experiment = experiment.model_copy(update={"dp_shard": -1, **at_once})  # as the controls stand now
         self._given = {name or experiment.model: (experiment.model, experiment.shape)}
         px: dict[str, Any] = {"label_px": 118, "width_px": 244}
         models = list(dict.fromkeys([*self._given, *published_models(), *SHAPES]))
@@ -447,8 +430,8 @@ class LayoutExplorer(Explorer):
     def _model(self, name: str) -> tuple[str, ShapeChanges | None]:
         if name in self._given or name in SHAPES:
             return self._given.get(name, (name, None))
-        found = read_model(name)
-        return found.model, ShapeChanges(**found.shape) if found.shape else None
+        model = read_model(name)
+        return model.model, ShapeChanges(**model.shape) if model.shape else None
 
     def _mark(self, controls: Mapping[str, Any]) -> None:
         """Say in each menu which values are illegal beside the other controls."""
@@ -503,10 +486,10 @@ class LayoutExplorer(Explorer):
 # The answer
 
 
-def best_layouts(found: Recommendation) -> TableView:
+def best_layouts(recommended: Recommendation) -> TableView:
     """The layouts of a search, the best first."""
     table = []
-    for one in found.ranked:
+    for one in recommended.ranked:
         assert one.projection is not None
         low, high = one.projection.interval
         table.append(
@@ -523,10 +506,10 @@ def best_layouts(found: Recommendation) -> TableView:
     return as_table(pd.DataFrame(table), "Best layouts", decimals={"MFU (%)": 1, "free (GiB)": 1, "bubble (%)": 1})
 
 
-def technique_gains(found: Recommendation) -> TableView:
+def technique_gains(recommended: Recommendation) -> TableView:
     """Each technique beside neither, every row at its own best layout."""
     table: list[dict[str, Any]] = []
-    for gain in found.gains:
+    for gain in recommended.gains:
         if not table:
             plain = {"experts and all-to-all": "BF16, standard", "tokens/s per GPU": round(gain.without.tps)}
             table.append(plain | {"gain": "–", "best layout": layout_words(gain.without.experiment), "why": ""})

@@ -74,10 +74,7 @@ _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
 def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
     """All figures of what was read so far, by name: ``states, step_times, loss, tps, rank_memory``.
 
-    Args:
-        follower: polled before; without runs its figures say so.
-        shown: index of the run whose ranks are drawn.
-        note: for every title.
+    Of a follower without runs they say so; ``shown`` is the index of the run whose ranks are drawn.
     """
     rows = follower.rows
     one = follower.runs[shown] if follower.runs else None
@@ -249,11 +246,6 @@ class LiveView:
         interval_s: seconds between two looks at least; a field of the panel changes it.
         note: for the titles of all figures.
         picture: name of the figure that readers without a kernel see where a cell ends with the view.
-
-    Attributes:
-        follower: what was read.
-        figures: by name, as :func:`~moelab.viz.live.dashboard` draws them; empty before a browser shows the panel.
-        panel: everything, to be displayed.
     """
 
     def __init__(
@@ -272,7 +264,7 @@ class LiveView:
         self._to_cancel: RunFollower | None = None
         self._lock, self._ended, self._other = threading.Lock(), threading.Event(), threading.Event()
         weakref.finalize(self, self._ended.set)
-        self.figures: dict[str, go.Figure] = {}
+        self.figures: dict[str, go.Figure] = {}  # of `dashboard`; none before a browser shows the panel
         self._make_panel(interval_s)
         self.update()
         self._thread = threading.Thread(target=_keep_updating, args=(weakref.ref(self), self._ended), daemon=True)
@@ -282,16 +274,6 @@ class LiveView:
         """End the thread; the panel stays as it is."""
         self._ended.set()
         self._thread.join()
-
-    @property
-    def is_following(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def interval_s(self) -> float:
-        """Seconds between two looks."""
-        return float(self.interval.value)
 
     def update(self) -> None:
         """Look once, and draw what has changed."""
@@ -424,10 +406,8 @@ SIMULATED_NOTE: Final = "simulated, not measured"
 def simulated_run(seconds: float = 20.0) -> RunDir:
     """A run of 256 ranks that never was, replayed from the packaged log into a run directory that goes with Python.
 
-    Three quarters of the log are there at once; a thread writes the rest.
-
-    Args:
-        seconds: until the log is complete; 0: it is complete when this returns.
+    Three quarters of the log are there at once; a thread writes the rest in so many seconds, or before this returns
+    where they are none.
     """
     folder = tempfile.mkdtemp(prefix="moelab-simulated-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -475,7 +455,7 @@ def _keep_updating(view: weakref.ref[LiveView], ended: threading.Event) -> None:
             held.update()
         except (MoelabError, OSError) as error:  # the next look may succeed
             held._say(f"not up to date: {error}")
-        wait_s = max(held.interval_s, (time.thread_time() - started_s) / MOST_OF_A_CORE)
+        wait_s = max(held.interval.value, (time.thread_time() - started_s) / MOST_OF_A_CORE)
         del held  # while it waits, only the reader's variable holds the view
 
 

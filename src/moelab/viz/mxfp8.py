@@ -15,7 +15,6 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from moelab.errors import BadInput
 from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
@@ -47,14 +46,10 @@ ROUNDING = 1 / 17
 
 
 def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
-    """Numbers and what each format reads back above, the relative error of each below.
+    """The same numbers as each format reads them back above, the relative error of each below.
 
-    Args:
-        stored: the same numbers by each format.
-        source: where the numbers are from, for the subtitle.
-
-    Returns:
-        The figure. The shaded bands are the largest rounding error of a normal number of each element type.
+    The shaded bands are the largest rounding error of a normal number of each element type; ``source`` says in the
+    subtitle where the numbers are from.
     """
     worst = {one.name: 100 * max(map(abs, one.errors)) for one in stored}
     count = len(stored[0].values)
@@ -99,12 +94,7 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
 
 
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
-    """Relative error of a block's largest number against where it lies between two powers of two.
-
-    Args:
-        amax: largest magnitudes, as multiples of the power of two below.
-        errors: by name of the scaling: relative errors at each of them.
-    """
+    """Relative error of a block's largest number, by scaling, against its multiple of the power of two below."""
     worst = {name: 100 * max(map(abs, each)) for name, each in errors.items()}
     kept = [name.upper() for name, most in worst.items() if most <= 100 * ROUNDING + 1e-3]
     figure = new_figure(
@@ -226,36 +216,18 @@ _MENUS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What is drawn.
-
-    Attributes:
-        distribution: of the values.
-        outlier_log2: one column of 64 is larger by this power of two.
-        block: numbers that share a scale; 32 is MXFP8's, 512 the whole row.
-        scaling: how the scale follows from a block's largest magnitude.
-        element: type of each number; ``e2m1`` is NVFP4, which has blocks of 16 and two scales whatever else is chosen.
-    """
+    """What is drawn."""
 
     distribution: Literal["gaussian", "student_t"] = "gaussian"
-    outlier_log2: int = 0
-    block: int = 32
+    outlier_log2: int = 0  # one column of 64 is larger by this power of two
+    block: int = 32  # numbers that share a scale; 512 is the whole row
     scaling: Literal["floor", "rceil", "even", "ceil"] = "rceil"
     element: Literal["e4m3", "e5m2", "e2m1"] = "e4m3"
+    """``e2m1`` is NVFP4, which has blocks of 16 and two scales whatever else is chosen."""
 
 
 def quantisation_figure(choice: Choice) -> go.Figure:
-    """Scales of the blocks, where the numbers lie in the element's range, and the error of each 32 numbers.
-
-    Args:
-        choice: tensor and format.
-
-    Raises:
-        BadInput: for a block that does not divide a row, or an outlier beyond 2^20.
-    """
-    if choice.block not in BLOCKS:
-        raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
-    if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
-        raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
+    """Scales of the blocks, where the numbers lie in the element's range, and the error of each 32 numbers."""
     from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
     from moelab.mxfp8.formats import ELEMENTS, MX, NVFP4
 

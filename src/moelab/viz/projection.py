@@ -73,7 +73,7 @@ def step_breakdown(
         ranges: of the same parts where other constants would do as well; they stand beside the seconds.
         measured_s: of the whole step as it was published; drawn as a line.
         words: of what step, for the subtitle.
-        width: as of :func:`moelab.viz.theme.new_figure`.
+        width: of the figure, px.
     """
     parts = sorted(((name, value) for name, value in parts_s.items() if value), key=lambda part: -part[1])
     total_s = sum(parts_s.values())
@@ -120,13 +120,7 @@ def _seconds(value: float) -> str:
 def arm_breakdowns(
     parts_s: Mapping[str, Mapping[str, float]], *, published_s: Mapping[str, float] | None = None, words: str = ""
 ) -> go.Figure:
-    """Steps of several arms as stacked bars.
-
-    Args:
-        parts_s: seconds by arm and part.
-        published_s: whole steps as published, by arm; drawn as diamonds.
-        words: of what steps, for the subtitle.
-    """
+    """Steps of several arms as stacked bars of seconds, published whole steps as diamonds; ``words``: of what steps."""
     labels = {arm: "<br>".join(wrap(arm_label(arm), 18)) for arm in parts_s}
     totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
     groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
@@ -241,12 +235,13 @@ def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], 
     )
 
 
-def gains_and_interaction(found: TwoByTwo) -> go.Figure:
+def gains_and_interaction(projected: TwoByTwo) -> go.Figure:
     """Projected gains over BF16 with the standard all-to-all, and how far they are from multiplying."""
-    arms = list(arm_styles(found.gains))
-    percents = [_percent(found.gains[arm]) for arm in arms]
-    low, gain, high = _percent(found.gains["mxfp8_standard"])
-    composes = found.interaction.low <= 0 <= found.interaction.high
+    arms = list(arm_styles(projected.gains))
+    percents = [_percent(projected.gains[arm]) for arm in arms]
+    low, gain, high = _percent(projected.gains["mxfp8_standard"])
+    left = projected.interaction
+    composes = left.low <= 0 <= left.high
     headed = new_figure(
         f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
         f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
@@ -259,7 +254,6 @@ def gains_and_interaction(found: TwoByTwo) -> go.Figure:
     )
     figure = make_subplots(rows=1, cols=2, column_widths=[0.66, 0.34], horizontal_spacing=0.17)
     figure.update_layout(headed.layout)
-    left = found.interaction
     _draw_intervals(figure, ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms], percents, row=1, col=1)
     _draw_intervals(figure, ["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)], row=1, col=2)
     figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
@@ -271,10 +265,7 @@ def gains_and_interaction(found: TwoByTwo) -> go.Figure:
 def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) -> go.Figure:
     """DeepEP's gain over BF16 as it was published under forced balance, and as constants put it under random routing.
 
-    Args:
-        forced: under forced balance, by all constants that meet the published steps.
-        random: under balanced random routing, by the same constants.
-        own: percent under balanced random routing by the model's own constants, with its 90 % interval.
+    Both two-by-twos are by all constants that meet the published steps; ``own`` is percent by the model's own.
     """
     rows = {
         "forced balance:<br>as published": _percent(forced.gains["bf16_deepep"]),
@@ -320,11 +311,7 @@ def arm_table(
 ) -> TableView:
     """Speed of each arm with its 90 % interval, its gain, and what a whole training takes.
 
-    Args:
-        projected: by arm.
-        gains: percent over the first arm, as of :func:`moelab.sweep.gains_by_network`.
-        costs: of :func:`moelab.projection.project.cost`, by arm.
-        words: what is projected, above the table.
+    Gains are percent over the first arm, as of :func:`moelab.sweep.gains_by_network`; ``words``: what is projected.
     """
     rows = [
         {
@@ -345,9 +332,9 @@ def arm_table(
     return as_table(pd.DataFrame(rows), words, decimals=decimals)
 
 
-def constants_table(found: Mapping[str, float]) -> TableView:
+def constants_table(by_files: Mapping[str, float]) -> TableView:
     """Constants that a node's files decide, beside the model's own."""
-    known = {name: getattr(CALIBRATION, name) for name in found}
+    known = {name: getattr(CALIBRATION, name) for name in by_files}
     rows = [
         {
             "constant": known[name].what,
@@ -356,7 +343,7 @@ def constants_table(found: Mapping[str, float]) -> TableView:
             "how known": known[name].how,
             "source": known[name].source,
         }
-        for name, value in found.items()
+        for name, value in by_files.items()
     ]
     return as_table(pd.DataFrame(rows), "Constants by these files", decimals={"by these files": 3, "in the model": 3})
 
@@ -367,13 +354,7 @@ UP, DOWN = "#009E73", "#D55E00"
 
 
 def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
-    """What each change adds, in the order in which they are listed.
-
-    Args:
-        changes: of :func:`moelab.projection.validation.waterfall`.
-        quoted_first: published tokens/s per GPU of the first.
-        quoted_last: published tokens/s per GPU of the last.
-    """
+    """What each change of :func:`moelab.projection.validation.waterfall` adds, between published tokens/s per GPU."""
     before = [0.0, *(change.tps for change in changes[:-1])]
     steps = [change.tps - start for change, start in zip(changes, before, strict=True)]
     most = max(range(1, len(steps)), key=steps.__getitem__)
@@ -415,10 +396,7 @@ KINDS: Mapping[str, ArmStyle] = {
 def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Estimate]], *, words: str) -> go.Figure:
     """What each technique gains against the bandwidth of each GPU's network card, with its interval.
 
-    Args:
-        points: of :func:`moelab.sweep.by_network`.
-        gains: of :func:`moelab.sweep.gains_by_network` of these points.
-        words: model and cluster, for the subtitle.
+    Points are of :func:`moelab.sweep.by_network`, gains of its ``gains_by_network``; ``words`` name model and cluster.
     """
     styles = arm_styles(gains)
     networks = sorted({point.x for point in points})
@@ -526,12 +504,7 @@ _SLIDERS: Mapping[str, tuple[str, float, float]] = {
 class ProjectionExplorer(Explorer):
     """Model, cluster, layout and arm as controls; beside them the step's parts, and above speed and cost.
 
-    Args:
-        experiment: where the controls begin; what has no control stays as it is here.
-        gpu: kind of GPU at the beginning.
-        network_gb_s: of each GPU's card at the beginning.
-        price_per_gpu_hour: in US dollars at the beginning.
-        watts_per_gpu: at the beginning.
+    They begin at the arguments (US dollars); what has no control stays as it is in ``experiment``.
     """
 
     figure_px = NARROW
@@ -545,7 +518,8 @@ class ProjectionExplorer(Explorer):
         price_per_gpu_hour: float = 3.0,
         watts_per_gpu: float = 1400.0,
     ) -> None:
-        self.experiment, px = experiment, {"label_px": 138, "width_px": 290}
+        self.experiment = experiment
+        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
         controls = {"model": menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label, **px)}
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
         for name, (label, known) in _MENUS.items():

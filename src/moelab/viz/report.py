@@ -87,20 +87,17 @@ def write_report(
     """Write a study's report as one self-contained HTML file.
 
     Args:
-        path: File to write. It is replaced at once or not at all.
+        path: It is replaced at once or not at all.
         title: Title of the report.
         summary: The questions that a reader has first, each with its answer in a sentence.
         settings: What differs between the configurations, shown before the figures.
         same_settings: What does not, on a line.
-        verdicts: Verdicts, each shown as a card with the numbers behind it.
+        verdicts: Each is shown as a card with the numbers behind it.
         figures: Figures with captions.
         tables: Tables, such as one row a run.
         provenance: What was run, on what and with which versions, in the order to show.
         notes: Remarks a reader must see before the numbers, such as "MXFP8 kernels are emulated".
         with_paths: Leave folders, host and user names in the texts.
-
-    Returns:
-        The path.
 
     Example:
         >>> import tempfile
@@ -108,37 +105,12 @@ def write_report(
         >>> write_report(folder / "report.html", title="A study", provenance={"moelab": "0.1.0"}).name
         'report.html'
     """
-    clean = _clean(with_paths=with_paths)
-    drawings = [_drawing(figure.figure, clean) for figure in figures]
-    page = (
-        _environment(with_paths=with_paths)
-        .get_template("report.html.j2")
-        .render(
-            title=title,
-            summary=summary,
-            verdicts=verdicts,
-            figures=figures,
-            tables=tables,
-            settings=settings,
-            same_settings=same_settings,
-            provenance=provenance,
-            notes=notes,
-            rows_shown=MOST_ROWS,
-            sort=SORT,
-            alphabet=json.dumps(ALPHABET),
-            plotlyjs=_packed_plotlyjs() if figures else "",
-            drawings=packed(json.dumps({"config": PLOT_CONFIG, "figures": drawings}, ensure_ascii=False)),
-        )
-    )
-    write_whole(Path(path), page)
-    return Path(path)
-
-
-def _environment(*, with_paths: bool) -> Environment:
+    # What every text goes through, once however often a page of thousands of runs repeats it.
+    clean = functools.lru_cache(maxsize=10_000)(without_secrets if with_paths else shareable)
     environment = Environment(
         loader=PackageLoader("moelab.viz"),
         autoescape=True,
-        finalize=functools.partial(each_text, _clean(with_paths=with_paths)),
+        finalize=functools.partial(each_text, clean),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -146,12 +118,25 @@ def _environment(*, with_paths: bool) -> Environment:
     environment.filters |= {"cell": cell_text, "signed": _signed, "p_value": _p_value}
     environment.globals["contrast"] = contrast
     environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
-    return environment
-
-
-def _clean(*, with_paths: bool) -> Callable[[str], str]:
-    """What every text goes through, once however often a page of thousands of runs repeats it."""
-    return functools.lru_cache(maxsize=10_000)(without_secrets if with_paths else shareable)
+    drawings = [_drawing(figure.figure, clean) for figure in figures]
+    page = environment.get_template("report.html.j2").render(
+        title=title,
+        summary=summary,
+        verdicts=verdicts,
+        figures=figures,
+        tables=tables,
+        settings=settings,
+        same_settings=same_settings,
+        provenance=provenance,
+        notes=notes,
+        rows_shown=MOST_ROWS,
+        sort=SORT,
+        alphabet=json.dumps(ALPHABET),
+        plotlyjs=_packed_plotlyjs() if figures else "",
+        drawings=packed(json.dumps({"config": PLOT_CONFIG, "figures": drawings}, ensure_ascii=False)),
+    )
+    write_whole(Path(path), page)
+    return Path(path)
 
 
 _BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"

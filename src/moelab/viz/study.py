@@ -169,13 +169,10 @@ def loss_difference(
     """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
 
     Args:
-        table: Metrics table that the verdict was made from.
-        verdict: Verdict of ``compare_convergence``.
+        table: What ``compare_convergence`` made the verdict from.
+        verdict: Without a finished seed in common it has no curves.
         style: Look of the arm; None gives an arm of a study its own.
         note: Condition to state in the title, such as "emulated kernels".
-
-    Returns:
-        The figure; without curves where the arms have no finished seed in common.
 
     Raises:
         BadInput: The verdict is on a held-out loss, which has no curve.
@@ -239,13 +236,9 @@ def loss_difference(
 
 
 def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: str = "", words: str = "") -> go.Figure:
-    """Every verdict's difference with its interval on the band of its margin, a row each.
+    """Every verdict's difference with its interval on the band of its margin, a row each, by what the row is called.
 
-    Args:
-        verdicts: by what the row is called.
-        finding: what the figure shows.
-        note: condition to state in the title.
-        words: what is judged, in the subtitle.
+    ``words`` say in the subtitle what is judged.
     """
     rows = {name: "<br>".join(wrap(plot_text(name), 34)) for name in verdicts}
     figure = new_figure(
@@ -329,19 +322,9 @@ TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 
 
 def throughput_bars(
-    table: pd.DataFrame,
-    *,
-    gains: Sequence[Gain] = (),
-    warmup_steps: int = 3,
-    note: str = "",
+    table: pd.DataFrame, *, gains: Sequence[Gain] = (), warmup_steps: int = 3, note: str = ""
 ) -> go.Figure:
-    """Tokens per second per GPU of every arm with its seeds, and the gains over a baseline.
-
-    Args:
-        table: Metrics table.
-        gains: Gains to write above their arms; an arm without one is shown without.
-        warmup_steps: Steps discarded at the start of a run.
-        note: Condition to state in the title, such as "emulated kernels".
+    """Tokens per second per GPU of every arm with its seeds, and above the arms their gains over a baseline.
 
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
@@ -462,12 +445,7 @@ def _finish_arm_bars(figure: go.Figure, arms: Sequence[str], highest: float, *, 
 
 
 def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
-    """How evenly a run loads its experts: the busiest expert, the busiest rank, experts without tokens.
-
-    Args:
-        load: of the run.
-        ep: ranks that share the experts out.
-        name: of the run, in words.
+    """How evenly a run, ``name`` in words, loads its experts: the busiest expert and rank, experts without tokens.
 
     Raises:
         BadInput: if ``ep`` does not divide the experts.

@@ -96,13 +96,7 @@ def arm_styles(arms: Iterable[str]) -> dict[str, ArmStyle]:
     """Give every arm of a figure its look.
 
     An arm of the default study keeps its look in every figure; a variant of it (``mxfp8_standard_wgrad-bf16``) takes
-    that look where it is free; any other arm takes the next of a cycle, in the order of the names.
-
-    Args:
-        arms: Names of the arms in the figure.
-
-    Returns:
-        A style for each arm, in the order of :func:`in_order`.
+    that look where it is free; any other arm takes the next of a cycle. Styles are in the order of :func:`in_order`.
 
     Example:
         >>> arm_styles(["bf16_standard"])["bf16_standard"].color
@@ -158,9 +152,6 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         note: Condition that must not be missed, such as "emulated kernels"; it stands in the title.
         height: Height in pixels of a figure with a one-line title.
         width: ``NARROW``, ``NORMAL`` or ``WIDE``: of the picture, and for how many pixels the title is broken.
-
-    Returns:
-        A figure without traces.
     """
     title_px = min(width, MOST_TITLE_PX) - 12  # it begins 10 px from the left
     title_lines, note_lines = (wrap(text, int(title_px / TITLE_PX)) for text in (finding, note))

@@ -43,7 +43,7 @@ from moelab.projection.traffic import (
 from moelab.viz.draw import STAR, in_panel, legend_entry, panels
 from moelab.viz.table import as_table
 from moelab.viz.theme import FAR, INK, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
-from moelab.viz.widget import Explorer, labelled_control, menu
+from moelab.viz.widget import Explorer, menu
 
 METHOD_LABELS: dict[Method, str] = {
     "standard": "standard all-to-all",
@@ -93,17 +93,7 @@ class Hop(NamedTuple):
 
 
 def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, sender: int) -> tuple[Hop, ...]:
-    """The way of one token.
-
-    Args:
-        experts: of the token.
-        placement: where they are.
-        method: how tokens are sent.
-        sender: rank that has the token.
-
-    Returns:
-        Hops between different ranks; the network's first where there are two stages.
-    """
+    """The way of a token of these experts from the rank that has it; of two stages, the network's comes first."""
     require_method(method)
     L = placement.local_ranks
     held = sorted(Counter(expert // placement.experts_per_rank for expert in experts).items())
@@ -117,12 +107,6 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
 
 def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int = 0, width: int = WIDE) -> go.Figure:
     """Dispatch of one of rank 0's tokens, drawn for each method side by side.
-
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        token: which of the rank's tokens.
-        width: as of :func:`moelab.viz.theme.new_figure`.
 
     Raises:
         BadInput: if the routing does not fit.
@@ -344,16 +328,7 @@ def traffic_matrix(
     precision: DispatchPrecision = "bf16",
     seed: int = 0,
 ) -> go.Figure:
-    """Bytes of one dispatch from rank to rank, a heat map for each method.
-
-    Args:
-        routing: how tokens choose experts.
-        placement: where the experts are.
-        tokens: of each rank.
-        hidden: elements of a token.
-        precision: that tokens travel in.
-        seed: of the draw.
-    """
+    """Bytes of one dispatch of each rank's ``tokens`` from rank to rank, a heat map for each method."""
     counts = {m: simulate_rows(routing, placement, m, tokens=tokens, seed=seed) for m in METHODS}
     # Bytes of one row: what a layer with one row on the network puts there.
     row = layer_bytes(OnWires(nvlink=0, network=1, local=0), hidden, dispatch_precision=precision).dispatch.network
@@ -407,7 +382,7 @@ def bytes_by_ep(
         placement: experts, top-k and ranks per node; the degree varies up to twice the placement's.
         tokens: of each rank.
         hidden: elements of a token.
-        precision: of dispatch and of combine's gradient.
+        precision: of dispatch and of combine's gradient; the rest is BF16.
     """
     node = placement.ranks_per_node
     powers = [2**exponent for exponent in range(1, 10)]  # of these, what shares the experts out and fills whole nodes
@@ -556,15 +531,12 @@ class TrafficExplorer(Explorer):
         known = _published_models()
         first = next((name for name, one in known.items() if one == own), "yours")
         self.models = {first: own, **known}
-        px = {"label_px": 138, "width_px": 290}
+        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
         controls = {"model": menu("model", self.models, first, **px)}
         for name, (label, start, values) in _MENUS.items():
-            begin = chosen.get(name, start)
-            options = dict.fromkeys([*values, begin, *(["measured"] if name == "routing" and measured else [])])
-            if not isinstance(start, str):
-                options = dict.fromkeys(sorted(options))
-            named = [(_in_words(name, value), value) for value in options]
-            controls[name] = labelled_control("Dropdown", label, options=named, value=begin, **px)
+            offered = [*values, *(["measured"] if name == "routing" and measured else [])]
+            words = functools.partial(_in_words, name)
+            controls[name] = menu(label, offered, chosen.get(name, start), words=words, **px)
         super().__init__(controls, ["flow"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:

@@ -40,9 +40,9 @@ def row_words(name: str) -> str:
     return name
 
 
-def _arm_words(found: re.Match[str]) -> str:
-    emulated = " (emulated)" if "-emulated" in found[1] else ""
-    return f", {arm_label(found[1].replace('-emulated', ''))}{emulated}"
+def _arm_words(arm: re.Match[str]) -> str:
+    emulated = " (emulated)" if "-emulated" in arm[1] else ""
+    return f", {arm_label(arm[1].replace('-emulated', ''))}{emulated}"
 
 
 def step_strips(rows: Sequence[ValidationRow]) -> go.Figure:

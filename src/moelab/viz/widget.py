@@ -59,26 +59,26 @@ def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:
 
 
 def labelled_control(kind: str, label: str, *, label_px: int, width_px: int, **options: Any) -> Any:
-    """A control with its label at its left.
-
-    Args:
-        kind: its class in ipywidgets.
-        label: its name on the page.
-        label_px: room of the label.
-        width_px: of label and control.
-        options: of the class.
-    """
+    """A control of a class of ipywidgets, ``width_px`` wide with its label at its left; ``options`` go to the class."""
     import ipywidgets as widgets
 
     look = {"style": {"description_width": f"{label_px}px"}, "layout": {"width": f"{width_px}px"}}
     return getattr(widgets, kind)(description=label, **look, **options)
 
 
-def menu(label: str, values: Iterable[Any], start: Any, *, label_px: int, width_px: int) -> Any:
+def menu(
+    label: str,
+    values: Iterable[Any],
+    start: Any,
+    *,
+    label_px: int,
+    width_px: int,
+    words: Callable[[Any], str] = str,
+) -> Any:
     """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
     options = list(dict.fromkeys([*values, start]))
-    options = options if isinstance(start, str) else sorted(options)
-    return labelled_control("Dropdown", label, label_px=label_px, width_px=width_px, options=options, value=start)
+    named = [(words(value), value) for value in (options if isinstance(start, str) else sorted(options))]
+    return labelled_control("Dropdown", label, label_px=label_px, width_px=width_px, options=named, value=start)
 
 
 def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
@@ -100,14 +100,14 @@ def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
 
         def show(self, figures: Mapping[str, go.Figure]) -> None:
             wanted = dict.fromkeys(self.figures) | _as_json(figures)
-            found = list(changes(self.figures, wanted))
+            changed = list(changes(self.figures, wanted))
             self.figures.update(wanted)  # in place, which traitlets does not see: it would send everything
-            if found:
-                self.put(found)
+            if changed:
+                self.put(changed)
 
-        def put(self, found: list[Any]) -> None:
+        def put(self, changed: list[Any]) -> None:
             self.number += 1
-            self.send({"changes": found, "number": self.number})
+            self.send({"changes": changed, "number": self.number})
 
     shown = LiveFigures(plotly=get_plotlyjs(), dark=DARK, figures=_as_json(figures))
 
@@ -154,14 +154,6 @@ class Explorer:
     Args:
         controls: menus and sliders of :func:`labelled_control` by name, so that the keyboard reaches all of them.
         figures: names of the figures, in the order in which they are shown.
-
-    Attributes:
-        controls: by name.
-        words: the line above, as HTML; more lines may follow in it.
-        reasons: by control, why the choice cannot be, as HTML; empty for all but the control that caused it.
-        figures: that are shown, by name; one that cannot be drawn is not among them.
-        refused: the control that caused a refusal, if one did, and the refusal; ``(None, "")`` where there is none.
-        panel: everything, to be displayed.
     """
 
     figure_px: ClassVar = NORMAL
@@ -171,7 +163,8 @@ class Explorer:
         import ipywidgets as widgets
 
         self.controls = dict(controls)
-        self.figures: Mapping[str, go.Figure] = {}
+        self.figures: Mapping[str, go.Figure] = {}  # that are shown: none that cannot be drawn
+        # The control that caused a refusal, if one did, and the refusal: only below that control it has its reason.
         self.refused: tuple[str | None, str] = (None, "")
         self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
         self.plots = live_figures(dict.fromkeys(figures))
@@ -216,18 +209,18 @@ class Explorer:
             words, self.figures = self._refusal_words(), {}
         self.words.value = words
         for name, place in self.reasons.items():
-            place.value = refusal(*self._said()) if name == self.refused[0] else ""
+            place.value = refusal(*self._title_and_reasons()) if name == self.refused[0] else ""
             place.layout.display = None if place.value else "none"
         self.plots.show(self.figures)
 
     def _refusal_words(self) -> str:
         """The line above while the choice cannot be."""
-        title, reasons = self._said()
+        title, reasons = self._title_and_reasons()
         if (cause := self.refused[0]) is None:
             return refusal(title, reasons)
         return f"<div role='status'><b>{title}</b>: see <i>{self.controls[cause].description}</i></div>"
 
-    def _said(self) -> tuple[str, list[str]]:
+    def _title_and_reasons(self) -> tuple[str, list[str]]:
         lines = [line.removeprefix("- ") for line in self.refused[1].splitlines()]
         if lines[0] == "illegal layout:":
             return "Illegal", lines[1:]
