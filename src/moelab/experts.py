@@ -30,8 +30,7 @@ GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 def scored(parent: type) -> Any:
     """A subclass of a grouped-experts module whose forward takes the rows' scores.
 
-    Args:
-        parent: TorchTitan's ``GroupedExperts`` or a quantised subclass of it: whatever multiplies by ``_grouped_mm``.
+    The parent is TorchTitan's ``GroupedExperts`` or a quantised subclass of it: whatever multiplies by ``_grouped_mm``.
 
     Example:
         >>> from torchtitan.models.common.moe import GroupedExperts
@@ -50,10 +49,7 @@ def scored(parent: type) -> Any:
         ) -> torch.Tensor:
             """SwiGLU of every row by its expert, times the row's score.
 
-            Args:
-                x_RD: rows in expert-major order.
-                num_tokens_per_expert_e: rows of each local expert, padding included.
-                scores_R: float32; 0 for padding.
+            Rows are in expert-major order, padding included, whose scores, float32, are 0.
             """
             w1_eFD, w2_eDF, w3_eFD = (local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
             offs = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
@@ -88,12 +84,7 @@ def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: to
     round the unit circle by another amount for each rank and expert, which leaves them uniform (a Cranley-Patterson
     rotation) and orders them anew.
 
-    Args:
-        tokens: tokens of this rank.
-        experts: experts to choose from.
-        top_k: experts of each token, at most ``experts``.
-        rank: of this process.
-        device: where the draw is made; nothing is read back from it.
+    The draw is made on the device, and nothing is read back from it.
 
     Returns:
         int64 ``(tokens, top_k)``; each expert occurs ``tokens * top_k / experts`` times, rounded down or up.
@@ -107,7 +98,8 @@ def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: to
     circle = math.lcm(experts, top_k)  # slots after which a permutation and a token end together
     permutations = -(-slots // circle)
     keys_PE = torch.rand((permutations, experts), device=device)
+    # Multiples of an irrational number: no two ranks are shifted alike, however many there are.
     shift_E = (rank * GOLDEN_RATIO % 1.0) * torch.arange(experts, device=device)
-    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)
+    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)  # the order of random keys is a random permutation
     ids = ids_PE.unsqueeze(1).expand(permutations, circle // experts, experts).reshape(-1)
     return ids[:slots].view(tokens, top_k)

@@ -15,22 +15,13 @@ Severity = Literal["ok", "note", "warning", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A finding; a warning or an error has a remedy, and either both a cause and a consequence or neither.
+    """A finding; a warning or an error has a remedy, and either both a cause and a consequence or neither."""
 
-    Attributes:
-        name: what was checked.
-        severity: see :data:`Severity`.
-        found: what was found.
-        cause: why it is so.
-        consequence: what happens if nothing is done.
-        remedy: what to do.
-    """
-
-    name: str
+    name: str  # of what was checked
     severity: Severity
     found: str
     cause: str = ""
-    consequence: str = ""
+    consequence: str = ""  # if nothing is done
     remedy: str = ""
 
     def __post_init__(self) -> None:

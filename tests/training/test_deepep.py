@@ -62,7 +62,7 @@ def test_emulation_is_said_in_the_studys_report(deepep: Trained) -> None:
 
     judged = judge_study(deepep.folder / "tests", reference="bf16_deepep")
     assert judged.emulation_note == "emulated MXFP8 kernels, DeepEP emulated on plain collectives"
-    assert "DeepEP emulated on plain collectives: no measure of speed" in judged.as_text()
+    assert "no measure of speed" in judged.as_text()
     alone = collect_run(deepep.run("bf16_deepep"))
     assert alone.dispatcher is not None
     assert alone.dispatcher["alignment"] == 8

@@ -32,17 +32,11 @@ STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What is killed, and when.
+    """What is killed, and when."""
 
-    Attributes:
-        torchrun: with the launcher.
-        moment: start-up, checkpoint (a job's alone) or end.
-        delay_s: after the moment has come.
-    """
-
-    torchrun: bool
-    moment: str
-    delay_s: float = 0.0
+    torchrun: bool  # with the launcher
+    moment: str  # start-up, checkpoint (a job's alone) or end
+    delay_s: float = 0.0  # after the moment has come
 
 
 class Launch:
@@ -130,16 +124,10 @@ def losses_of(run: RunDir) -> dict[int, float]:
 
 
 def chain(folder: Path, trained: Trained, *kills: Kill, of_job: bool) -> list[RunDir]:
-    """Kill one start after the other of a study, and let the last one train to its end.
+    """Kill one start after the other of a study, let the last one train to its end, and return the killed runs.
 
-    Args:
-        folder: a new one.
-        trained: has the same run, which nobody killed.
-        kills: in order.
-        of_job: starts of a job, which go on from its checkpoints, instead of ``moelab run``.
-
-    Returns:
-        The killed runs.
+    Starts of a job go on from its checkpoints; those of ``moelab run`` begin anew. ``trained`` has the same run, which
+    nobody killed.
     """
     folder.mkdir(parents=True)
     reference = losses_of(trained.run("bf16_standard"))

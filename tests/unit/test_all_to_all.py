@@ -25,7 +25,6 @@ from moelab.deepep.benchmark_cases import (
     rows_to_ranks,
     traffic,
 )
-from moelab.errors import BadInput
 from moelab.model import shape_of
 from moelab.mxfp8.quantise import quantise
 
@@ -84,11 +83,6 @@ def test_loads_are_even_but_for_the_skewed_routing() -> None:
     assert first.flatten().mode().values == second.flatten().mode().values  # popularity is one for all ranks
 
 
-def test_an_unknown_routing_is_refused() -> None:
-    with pytest.raises(BadInput, match=r"no routing 'learned'.*round_robin"):
-        choose_experts("learned", size(), rank=0, device=CPU)
-
-
 def test_bytes_of_a_row_are_those_of_the_tensors_that_the_dispatcher_sends() -> None:
     for hidden in (128, 2048, 7168):
         x = torch.randn(3, hidden).to(torch.bfloat16)
@@ -110,11 +104,9 @@ def test_physical_bytes_leave_the_own_rank_out_and_take_the_fuller_direction(sen
 
 def test_the_plan_sweeps_once_and_names_each_group_and_arm_once() -> None:
     groups = plan(SIZES, ROUTINGS, ["standard", "deepep"], [8, 24])
-    assert len(groups) == len(SIZES) * len(ROUTINGS) + 1
-    assert [len(group.arms) for group in groups] == [4] * 6 + [4] + [4] * 3
-    assert len({group.name for group in groups}) == len(groups)
+    assert len({group.name for group in groups}) == len(groups) == len(SIZES) * len(ROUTINGS) + 1
     for group in groups:
-        assert len({arm.name for arm in group.arms}) == len(group.arms)
+        assert len({arm.name for arm in group.arms}) == len(group.arms) == 4
     assert {arm.operations for arm in groups[0].arms if arm.precision == "bf16"} == {OPERATIONS}
     for one in SIZES:
         shape = shape_of(one.name.split(",")[0])
@@ -140,9 +132,8 @@ def test_rows_of_the_file(two_ranks: Path) -> None:
     assert report["label"] == "measured"
     assert "no measure of a GPU" in report["device"]
     assert report["complete"] == ["small, random_balanced", "small, round_robin", "small, random_balanced, SM counts"]
-    assert {name: len(arms) for name, arms in report["turns"].items()} == dict(
-        zip(report["complete"], [4, 4, 2], strict=True)
-    )
+    assert list(report["turns"]) == report["complete"]
+    assert [len(arms) for arms in report["turns"].values()] == [4, 4, 2]
     rows = report["rows"]
     assert len(rows) == 2 * (2 * 4 + 2) + (4 + 1)
     seen = read(two_ranks, "seen0")["arms"], read(two_ranks, "seen1")["arms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,6 @@ class Model(nn.Module):
         return x
 
 
-def counts_of(*sizes: int) -> torch.Tensor:
-    return torch.tensor(sizes)
-
-
 def batch(step: int, rows: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     return torch.randn(rows, DIM, generator=generator).bfloat16()
@@ -85,7 +82,7 @@ def test_a_capture_is_what_the_experts_multiplied(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model(layers=1)
     experts = model.layers["1"].moe.routed_experts.inner_experts
-    counts = counts_of(5, 0, 7, 4)
+    counts = torch.tensor([5, 0, 7, 4])
     assert capture.install(model, experiment(), tmp_path) == ["layers.1"]
     train(model, 1, counts)
     before = {name: weight.detach().bfloat16() for name, weight in experts.named_parameters()}
@@ -103,13 +100,6 @@ def test_a_capture_is_what_the_experts_multiplied(tmp_path: Path) -> None:
     assert found.tokens_of_experts == (5, 0, 7, 4)
     for name, kept in (("w1_EFD", found.w1), ("w2_EDF", found.w2), ("w3_EFD", found.w3)):
         assert torch.equal(kept, before[name])
-    # What was saved gives the gradients that the step had.
-    again = GroupedExperts(GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS))
-    for weight, kept in zip(again.parameters(), (found.w1, found.w2, found.w3), strict=True):
-        weight.data = kept.float()
-    again(found.x, counts).backward(found.grad)
-    for ours, theirs in zip(again.parameters(), experts.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -119,7 +109,7 @@ def test_a_capture_changes_no_step_and_is_of_its_own_step(tmp_path: Path, recomp
         torch.manual_seed(0)
         model = Model(layers=5, recompute=recompute)
         layers = capture.install(model, experiment(capture_step=step), tmp_path / str(step))
-        losses[step] = train(model, 4, counts_of(8, 8, 8, 8))
+        losses[step] = train(model, 4, torch.tensor([8, 8, 8, 8]))
         if step:
             assert layers == ["layers.1", "layers.3", "layers.5"]  # first, middle, last
             found = [read(path) for path in captures_of(tmp_path / str(step))]
@@ -135,7 +125,7 @@ def test_a_capture_changes_no_step_and_is_of_its_own_step(tmp_path: Path, recomp
 def test_validation_passes_are_no_steps(tmp_path: Path) -> None:
     model = Model(layers=1)
     capture.install(model, experiment(), tmp_path)
-    counts = counts_of(4, 4, 4, 4)
+    counts = torch.tensor([4, 4, 4, 4])
     train(model, 1, counts)
     model.eval()
     with torch.no_grad():
@@ -148,7 +138,7 @@ def test_validation_passes_are_no_steps(tmp_path: Path) -> None:
 def test_under_a_pipeline_a_step_has_a_pass_for_each_microbatch(tmp_path: Path) -> None:
     model = Model(layers=1)
     capture.install(model, experiment(pp=2, local_batch=8, microbatch=2), tmp_path)
-    train(model, 6, counts_of(4, 4, 4, 4))
+    train(model, 6, torch.tensor([4, 4, 4, 4]))
     assert torch.equal(only(tmp_path).x, batch(5, 16))  # passes 1 to 4 are step 1
 
 
@@ -157,7 +147,7 @@ def test_a_capture_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(capture, "MAX_WEIGHT_BYTES", 2 * 3 * DIM * HIDDEN * 2)  # two experts
     model = Model(layers=1)
     capture.install(model, experiment(capture_step=1), tmp_path)
-    train(model, 1, counts_of(3, 9, 5, 1))
+    train(model, 1, torch.tensor([3, 9, 5, 1]))
     found = only(tmp_path)
     assert found.w1.shape == (2, HIDDEN, DIM)
     assert found.tokens_of_experts == (3, 9, 5, 1)
@@ -174,22 +164,16 @@ def test_other_ranks_and_parts_without_experts_capture_nothing(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "told"),
     [
-        ({"capture_step": 6}, "capture_step: got 6; valid: 0 (no capture), or a step of this run, 1 to 5"),
-        ({"capture_step": -1}, "capture_step: got -1; valid: "),
-        ({"compile": "model+loss"}, "capture_step: got 2; valid: 0 with compile=model+loss: a compiled model"),
+        ({"capture_step": 6}, "got 6; valid: 0 .* 1 to 5"),
+        ({"capture_step": -1}, "got -1; valid: "),
+        ({"compile": "model+loss"}, "got 2; valid: 0 with compile=model"),
     ],
 )
-def test_a_capture_that_cannot_be_is_refused_when_it_is_read(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput) as refused:
+def test_a_capture_that_cannot_be_is_refused_when_it_is_read(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput, match=f"^capture_step: {told}"):
         parse(Experiment, {"steps": 5, "capture_step": 2, **changes})
-    assert str(refused.value).startswith(said)
-    assert parse(Experiment, {"steps": 5, "compile": "model+loss"}).capture_step == 0
-
-
-def test_a_capture_is_no_part_of_an_arm() -> None:
-    assert experiment().arm == Experiment().arm
 
 
 def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
@@ -198,10 +182,9 @@ def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "layers.1.pt"
     with pytest.raises(BadInput, match="cannot be read: No such file"):
         read(file)
-    torch.save({"x": torch.ones(2)}, file)
-    with pytest.raises(BadInput, match="is not a capture of a moelab run"):
-        read(file)
-    for content in (b"", b"not a torch file", b"PK\x03\x04 broken"):
+    other = io.BytesIO()
+    torch.save({"x": torch.ones(2)}, other)
+    for content in (b"", b"not a torch file", b"PK\x03\x04 broken", other.getvalue()):
         file.write_bytes(content)
         with pytest.raises(BadInput, match="is not a capture of a moelab run"):
             read(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,7 @@ from torchtitan.trainer import Trainer
 from moelab.deepep.checkpoint import CommunicationSavingFullAC
 from moelab.deepep.dispatcher import PaddedDispatcher, ScoredRoutedExperts
 from moelab.errors import BadInput, Refused
-from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_study
 from moelab.layout import check
 from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
@@ -74,15 +75,15 @@ def dispatchers(config: Trainer.Config) -> list[LocalTokenDispatcher.Config]:
 
 def test_the_table_has_every_combination_and_each_once() -> None:
     names = set(named_arms())
-    for model in ("16b", "671b"):
-        for precision in ("bf16", "mxfp8", "fp8"):
-            for backend in ("standard", "deepep", "hybridep", "minimal_async_ep"):
-                arm = f"dsv3_{model}_{precision}_{backend}"
-                dispatch = "_wgrad_bf16_dispatch_mxfp8" if precision == "mxfp8" else "_dispatch_mxfp8"
-                assert {arm, f"{arm}{dispatch}"} <= names
+    backends = ("standard", "deepep", "hybridep", "minimal_async_ep")
+    for model, precision, backend in product(("16b", "671b"), ("bf16", "mxfp8", "fp8"), backends):
+        arm = f"dsv3_{model}_{precision}_{backend}"
+        dispatch = "_wgrad_bf16_dispatch_mxfp8" if precision == "mxfp8" else "_dispatch_mxfp8"
+        assert {arm, f"{arm}{dispatch}"} <= names
     assert {"dsv3_16b_mxfp8_hybridep_linears", "dsv3_671b_fp8_deepep_dispatch_fp8"} <= names
     assert not [name for name in names if "671b" in name and "linears" in name]  # tp is 2
     assert all(config_name(arm) == name for name, arm in named_arms().items())
+    assert config_name(Experiment(model="16B", lr=1e-5, arm_fields=["lr"])) == "dsv3_16b_bf16_standard"
     assert all(getattr(config_registry, name).__name__ == name for name in names)
     assert names < {*dir(config_registry)}
     assert len(RUNNABLE) + len(REFUSED) == len(names) == 76
@@ -107,27 +108,25 @@ def test_published_setting_dispatcher_and_quantised_modules(name: str) -> None:
     arm, config = named_arms()[name], getattr(config_registry, name)()
     parallelism, training = config.parallelism, config.training
     large = arm.model == "671B"
-    assert (training.seq_len, training.local_batch_size, training.steps) == (
-        (8192, 64, 20) if large else (8192, 16, 1500)
-    )
+    batches = (training.seq_len, training.local_batch_size, training.steps, config.lr_scheduler.warmup_steps)
+    assert batches == ((8192, 64, 20, 2000) if large else (8192, 16, 1500, 2000))
     assert (parallelism.tensor_parallel_degree, parallelism.pipeline_parallel_degree) == ((2, 2) if large else (1, 1))
     assert parallelism.expert_parallel_degree == (8 if arm.ep_backend is EPBackend.MINIMAL_ASYNC_EP else 32)
-    assert (arm.world_size, parallelism.data_parallel_shard_degree) == (256, -1)
+    assert (arm.world_size, parallelism.data_parallel_shard_degree, parallelism.spmd_backend) == (256, -1, "spmd_types")
     assert config.optimizer.param_groups[-1].optimizer_kwargs["lr"] == 1e-4
-    assert config.lr_scheduler.warmup_steps == 2000
     assert isinstance(config.activation_checkpoint, FullAC.Config)
     assert config.compile.enable
     assert config.compile.components == ["model", "loss"]
     assert config.debug.moe_force_load_balance
     assert config.dataloader.dataset == "c4"
-    assert config.training.disable_cuda_graphs
-    assert parallelism.spmd_backend == "spmd_types"
-    assert config.to_dict()["model_spec"]["flavor"] == arm.model
-    assert check(arm).reasons == ()
+    assert training.disable_cuda_graphs
     model = finished(config).model_spec.model
     found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
     assert len(found) == layers
     assert all(issubclass(type(dispatcher)._owner, DISPATCHER[arm.ep_backend]) for dispatcher in found)
+    assert not any(getattr(dispatcher, "non_blocking_capacity_factor", None) for dispatcher in found)  # drop no token
+    fused = layers if (arm.ep_backend, arm.precision) == (EPBackend.MINIMAL_ASYNC_EP, Precision.BF16) else 0
+    assert len(list(model.traverse(FusedGroupedExperts.Config))) == fused
     deepep = arm.ep_backend is EPBackend.DEEPEP
     padding = {Precision.BF16: 8 if deepep else None, Precision.FP8: 16, Precision.MXFP8: 128}[arm.precision]
     assert getattr(found[0], "alignment" if deepep else "pad_multiple", None) == padding
@@ -161,23 +160,9 @@ def test_an_illegal_experiment_is_refused_before_torchtitan_sees_it(
         config_registry.experiment()
 
 
-def test_quantised_dispatch_is_for_experts_of_its_format() -> None:
-    sent = {name for name in RUNNABLE if "671b" in name and "dispatch" in name}
-    assert sent == {
-        "dsv3_671b_mxfp8_standard_wgrad_bf16_dispatch_mxfp8",
-        "dsv3_671b_mxfp8_deepep_wgrad_bf16_dispatch_mxfp8",
-        "dsv3_671b_fp8_deepep_dispatch_fp8",
-    }
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "owner"),
-    [("full", FullAC), ("full+dispatch", CommunicationSavingFullAC)],
-)
-def test_full_checkpointing_communicates_again_or_not_as_is_asked(checkpointing: str, owner: type) -> None:
-    arm = named_arms()["dsv3_671b_mxfp8_deepep"].model_copy(update={"activation_checkpoint": checkpointing})
-    assert type(config_registry.trainer_config(arm).activation_checkpoint)._owner is owner
-    assert check(arm).legal
+def test_full_checkpointing_with_the_dispatch_kept() -> None:
+    arm = named_arms()["dsv3_671b_mxfp8_deepep"].model_copy(update={"activation_checkpoint": "full+dispatch"})
+    assert type(config_registry.trainer_config(arm).activation_checkpoint)._owner is CommunicationSavingFullAC
 
 
 @pytest.mark.parametrize(("kernels", "capability", "padding"), [("auto", (9, 0), 32), ("native", (10, 0), 128)])
@@ -192,8 +177,8 @@ def test_deepep_pads_as_the_experts_kernels_need(kernels: str, capability: tuple
 def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
     fields: dict[str, int], batches: tuple[int, int]
 ) -> None:
-    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update={"accumulate_gradients": True, "microbatch": 2})
-    arm = arm.model_copy(update={"local_batch": 32 * fields["pp"], **fields})
+    fields |= {"accumulate_gradients": True, "microbatch": 2, "local_batch": 32 * fields["pp"]}
+    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update=fields)
     training = config_registry.trainer_config(arm).training
     assert (training.local_batch_size, training.global_batch_size) == batches
 
@@ -224,28 +209,16 @@ def test_buffers_hold_one_microbatch_under_a_pipeline(backend: str) -> None:
         assert {dispatcher.num_max_tokens_per_rank for dispatcher in found} == {tokens}
 
 
-def test_hybridep_drops_no_token() -> None:
-    found = dispatchers(finished(config_registry.dsv3_671b_mxfp8_hybridep()))
-    assert {dispatcher.non_blocking_capacity_factor for dispatcher in found} == {None}
-
-
-def test_minimal_async_ep_has_the_fused_activation() -> None:
-    config = finished(config_registry.dsv3_671b_bf16_minimal_async_ep())
-    assert len(list(config.model_spec.model.traverse(FusedGroupedExperts.Config))) == 58
-
-
 @pytest.mark.parametrize(
     ("routing", "forced", "owner"),
     [
-        ("learned", False, TokenChoiceTopKRouter),
-        ("round_robin", True, TokenChoiceTopKRouter),
-        ("random_balanced", False, RandomBalancedRouter),
+        (Routing.LEARNED, False, TokenChoiceTopKRouter),
+        (Routing.ROUND_ROBIN, True, TokenChoiceTopKRouter),
+        (Routing.RANDOM_BALANCED, False, RandomBalancedRouter),
     ],
 )
-def test_routing(routing: str, forced: bool, owner: type) -> None:
-    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(
-        update=Experiment(routing=routing).model_dump(include={"routing"})
-    )
+def test_routing(routing: Routing, forced: bool, owner: type) -> None:
+    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update={"routing": routing})
     config = finished(config_registry.trainer_config(arm))
     routers = [found for _, found, _, _ in config.model_spec.model.traverse(TokenChoiceTopKRouter.Config)]
     assert len(routers) == 58
@@ -274,10 +247,6 @@ def test_a_rank_reads_a_record_as_a_record_and_a_persons_file_with_defaults(
     record.write_text("name: study\nsteps: 7\n")  # of an earlier version, cut off
     with pytest.raises(BadInput, match="the record lacks model"):
         config_registry.experiment()
-
-
-def test_an_arm_of_another_name_has_the_same_configuration() -> None:
-    assert config_name(Experiment(model="16B", lr=1e-5, arm_fields=["lr"])) == "dsv3_16b_bf16_standard"
 
 
 @pytest.mark.parametrize("model", PUBLISHED)

@@ -16,11 +16,8 @@ TOKENS, FEATURES, EXPERTS = 64, 32, 8
 
 
 def test_selective_keeps_what_torchtitans_keeps_moelabs_communication_and_products_in_8_bits() -> None:
-    theirs, ours = (
-        SelectiveAC(SelectiveAC.Config()).get_save_ops(),
-        CommunicationSavingAC(CommunicationSavingAC.Config()),
-    )
-    assert ours.get_save_ops() == theirs | communication_ops() | {torch.ops.aten._scaled_grouped_mm.default}
+    theirs, ours = (made(made.Config()).get_save_ops() for made in (SelectiveAC, CommunicationSavingAC))
+    assert ours == theirs | communication_ops() | {torch.ops.aten._scaled_grouped_mm.default}
 
 
 class Routed(nn.Module):

@@ -93,18 +93,6 @@ def test_casts_are_torchaos_for_any_bits(batch: int, rows: int, columns: int, se
     assert_casts_are_torchaos(any_bits(batch, BLOCK * rows, BLOCK * columns, seed=seed))
 
 
-def test_special_blocks_are_torchaos() -> None:
-    x = torch.randn(BLOCK, 8 * BLOCK, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for block, value in enumerate([torch.nan, torch.inf, -torch.inf, 3.3895e38, 2.0**-118, 0.0, -0.0]):
-        x[:, block * BLOCK] = value
-    x[:, 5 * BLOCK : 7 * BLOCK] *= 0  # zeros of both signs
-    x[0, BLOCK], x[0, BLOCK + 1] = torch.nan, -torch.inf
-    assert_casts_are_torchaos(x)
-    rows = fake_quantise_rows(x).unflatten(-1, (8, BLOCK))
-    assert rows[:, 0].isnan().all()
-    assert rows[:, 5].view(torch.int16).unique().tolist() == [-(2**15), 0]
-
-
 def test_expanded_rows_are_torchaos_for_every_scale_and_element() -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(E4M3)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e8m0fnu)
@@ -200,23 +188,16 @@ def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("K", "N", "message"),
+    ("groups", "K", "N", "message"),
     [
-        (48, 32, "inner dimension K has 48"),
-        (16, 32, "inner dimension K has 16 values.*pad it with zeros to 32"),
-        (32, 40, "outer dimension N has 40"),
+        ([32, 32], 48, 32, "inner dimension K has 48"),
+        ([32, 32], 32, 40, "outer dimension N has 40"),
+        ([37, 64], 32, 32, r"token axis \(pad_inside=True pads it\) has 101"),
     ],
 )
-def test_features_that_are_no_whole_blocks_are_named(K: int, N: int, message: str) -> None:
-    x, weight_GNK, _, ends = operands([32, 32], K, N)
+def test_dimensions_that_are_no_whole_blocks_are_named(groups: list[int], K: int, N: int, message: str) -> None:
     with pytest.raises(NotWholeBlocks, match=message):
-        grouped_mm(x, weight_GNK.transpose(-2, -1), ends)
-
-
-def test_quantised_wgrad_of_ragged_tokens_is_an_error_that_says_what_to_do() -> None:
-    x, weight_GNK, upstream, ends = operands([37, 64])
-    with pytest.raises(NotWholeBlocks, match=r"token axis \(pad_inside=True pads it\) has 101"):
-        run(our_grouped_mm(wgrad="mxfp8", pad_inside=False), x, weight_GNK, upstream, ends)
+        run(our_grouped_mm(wgrad="mxfp8", pad_inside=False), *operands(groups, K, N))
 
 
 INTERPRETED = """

@@ -30,10 +30,9 @@ UNEVEN = np.array([[4, 4, 4, 4], [10, 2, 4, 0]])
 """Tokens of four experts in two MoE layers: balance, and one expert with 2.5 times the mean and one with nothing."""
 
 
-def tokens_of(moe: npt.ArrayLike, dense_layers: int = 1) -> npt.NDArray[np.int64]:
-    """As a trainer counts them: a row for each layer of the model."""
-    rows = np.asarray(moe, dtype=np.int64)
-    return np.concatenate([np.zeros((dense_layers, rows.shape[1]), dtype=np.int64), rows])
+def tokens_of(moe: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """As a trainer counts them: a row for each layer of the model, of which the first is dense."""
+    return np.pad(np.asarray(moe, dtype=np.int64), ((1, 0), (0, 0)))
 
 
 def recorded(run: RunDir, *steps: npt.ArrayLike) -> RunDir:
@@ -48,14 +47,19 @@ def trained(folder: Path, *steps: npt.ArrayLike, **fields: object) -> RunDir:
     return recorded(make_run(folder, Experiment.model_validate(changes), [8.0, 7.9, 7.8, 7.7]), *steps)
 
 
+def load_of(run: RunDir) -> ExpertLoad:
+    load = expert_load(run.path / FILE)
+    assert load is not None
+    return load
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     run = trained(tmp_path, np.full((2, 4), 4), UNEVEN)
     table = pd.read_parquet(run.path / FILE)
     assert list(table.columns) == ["step", "layer", "expert", "tokens"]
     assert all(pd.api.types.is_integer_dtype(kind) for kind in table.dtypes)
     assert table.groupby(["step", "layer"])["tokens"].sum().tolist() == [16] * 4
-    load = expert_load(run.path / FILE)
-    assert load is not None
+    load = load_of(run)
     assert (load.steps.tolist(), load.layers.tolist()) == ([1, 2], [1, 2])
     np.testing.assert_array_equal(load.tokens_SLE[1], UNEVEN)
     np.testing.assert_array_equal(load.busiest_expert_SL, [[1, 1], [1, 2.5]])
@@ -71,8 +75,7 @@ def test_a_restart_keeps_what_was_written_and_a_repeated_step_has_its_last_count
     again = ExpertLoadFile(run.path)
     again.add(3, tokens_of(np.full((2, 4), 4)))
     again.add(4, tokens_of(UNEVEN))
-    load = expert_load(run.path / FILE)
-    assert load is not None
+    load = load_of(run)
     assert load.steps.tolist() == [1, 2, 3, 4]
     assert load.busiest_expert_SL[:, 1].tolist() == [2.5, 2.5, 1.0, 2.5]
 
@@ -89,14 +92,10 @@ def test_a_damaged_file_is_named_and_hides_nothing_else(tmp_path: Path, damage: 
     run = trained(tmp_path, UNEVEN, UNEVEN)
     file = run.path / FILE
     table = pd.read_parquet(file)
-    if damage == "cut":
-        file.write_bytes(file.read_bytes()[:-9])
-    elif damage == "text":
-        file.write_text("step,layer\n")
-    elif damage == "columns":
-        table.rename(columns={"tokens": "rows"}).to_parquet(file, index=False)
+    if damage in ("columns", "rows"):
+        (table[:-1] if damage == "rows" else table.rename(columns={"tokens": "rows"})).to_parquet(file, index=False)
     else:
-        table[:-1].to_parquet(file, index=False)
+        file.write_bytes(file.read_bytes()[:-9] if damage == "cut" else b"step,layer\n")
     with pytest.raises(BadInput, match=r"expert_load.parquet is damaged"):
         expert_load(run.path / FILE)
     one = collect_run(run)
@@ -119,11 +118,9 @@ def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, caps
     exchange_s, memory_gib = [], []
     for run in (balanced, uneven):
         assert main(["project", str(file), "--load", str(run.path), "--json"]) == 0
-        projected = json.loads(capsys.readouterr().out)
-        exchange_s.append(projected["breakdown_s"]["all-to-all"])
+        exchange_s.append(json.loads(capsys.readouterr().out)["breakdown_s"]["all-to-all"])
         assert main(["plan", str(file), "--load", str(run.path), "--json"]) == 0
-        planned = json.loads(capsys.readouterr().out)
-        memory_gib.append(planned["memory_gib"])
+        memory_gib.append(json.loads(capsys.readouterr().out)["memory_gib"])
     assert exchange_s[1] > exchange_s[0]
     assert memory_gib[1] > memory_gib[0]
 
@@ -153,9 +150,7 @@ def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.
 
 def test_a_layer_in_the_middle_stands_for_all(tmp_path: Path) -> None:
     layers = [[4, 4, 4, 4], [10, 2, 4, 0], [16, 0, 0, 0]]
-    load = expert_load(trained(tmp_path, *[layers] * 5).path / FILE)
-    assert load is not None
-    assert load.shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
+    assert load_of(trained(tmp_path, *[layers] * 5)).shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
 
 
 def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,9 +173,7 @@ def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys
 
 
 def test_a_figure_says_what_the_load_is_and_a_report_has_it(tmp_path: Path) -> None:
-    load = expert_load(trained(tmp_path / "a", *[UNEVEN] * 4).path / FILE)
-    assert load is not None
-    figure = expert_load_figure(load, ep=2, name="<b>BF16</b>")
+    figure = expert_load_figure(load_of(trained(tmp_path / "a", *[UNEVEN] * 4)), ep=2, name="<b>BF16</b>")
     assert "2.5 × its layer's mean at the end; 1 of 8 experts are dead" in title(figure)
     assert "<b>BF16" not in str(figure.layout.title.text)
     cells, worst, median, idle = figure.data

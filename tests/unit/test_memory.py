@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sharded_sizes import all_local_numel
-from titan_process import in_titan_process
+from titan_process import in_titan_process, verified
 
 from moelab.analysis.two_by_two import DEPTHS
 from moelab.experiment import EPBackend, Experiment
@@ -76,19 +75,14 @@ def predicted(**experiment: Any) -> MemoryEstimate:
     return estimate(made, layout_of(made), H100)
 
 
-@pytest.fixture(scope="module")
-def torchtitans() -> dict[str, list[int]]:
-    jobs = [(Experiment(**fields), rank) for fields, ranks in EXACT.values() for rank in ranks]
-    sizes = iter(in_titan_process(all_local_numel, jobs))
-    return {name: [next(sizes) for _rank in ranks] for name, (_fields, ranks) in EXACT.items()}
-
-
 @pytest.mark.parametrize("name", EXACT)
-def test_a_rank_holds_exactly_what_torchtitan_gives_it(name: str, torchtitans: dict[str, list[int]]) -> None:
+def test_a_rank_holds_exactly_what_torchtitan_gives_it(name: str) -> None:
     fields, ranks = EXACT[name]
     experiment = Experiment(**fields)
     layout = layout_of(experiment)
-    assert [local_numel(shape_for(experiment), layout, rank) for rank in ranks] == torchtitans[name]
+    request = {"experiment": experiment.model_dump(mode="json"), "ranks": ranks, "capability": (10, 0)}
+    held = [row["parameters"] for row in in_titan_process(verified, request)["ranks"]]
+    assert [local_numel(shape_for(experiment), layout, rank) for rank in ranks] == held
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from moelab.mxfp8.errors import (
     synthetic,
 )
 from moelab.mxfp8.formats import BF16, E2M1, E4M3, E5M2, FP8, MX, NVFP4, SCALINGS, Element
-from moelab.mxfp8.quantise import NotWholeBlocks
 
 FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
 BY_NAME = {method.name: method for method in METHODS}
@@ -116,6 +116,7 @@ def test_nvfp4_is_its_definition(x: torch.Tensor) -> None:
     """NVIDIA, arXiv 2509.25149, appendix B, written again in float64: two scales, each of them rounded."""
     amax = float(x.abs().max())
     cast = NVFP4().cast(x)
+    assert cast.scale.isfinite().all()
     if amax < 2688 * 2.0**-121:
         assert not cast.values.any()
         return
@@ -130,30 +131,6 @@ def test_nvfp4_is_its_definition(x: torch.Tensor) -> None:
             round_to_element(block * near / (outer * inner), E2M1) * outer * inner for near in (1, 1 - 1e-6, 1 + 1e-6)
         ]
         assert np.min([np.abs(one - values.double().numpy()) for one in expected], axis=0).max() <= 1e-6 * amax
-
-
-@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
-def test_every_code_of_an_element_is_what_the_reference_rounds_to_itself(element: Element) -> None:
-    codes = torch.arange(256, dtype=torch.uint8).view(element.dtype).double()
-    codes = codes[codes.isfinite()]
-    np.testing.assert_array_equal(round_to_element(codes.numpy(), element), codes.numpy())
-    assert codes.max() == element.max
-
-
-# --- laws ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("made", [*FORMATS, NVFP4(), FP8(per="row"), FP8(per="tensor"), BF16()], ids=label)
-@settings(max_examples=15, deadline=None)
-@given(x=rows(), exponent=st.integers(-20, 20))
-def test_a_cast_knows_signs_and_for_blocks_neither_repetition_nor_powers_of_two(
-    made: Any, x: torch.Tensor, exponent: int
-) -> None:
-    once = made.cast(x).values
-    assert torch.equal(made.cast(-x).values, -once)
-    if isinstance(made, MX):
-        assert torch.equal(made.cast(once).values, once)
-        assert torch.equal(made.cast(x * 2.0**exponent).values, once * 2.0**exponent)
 
 
 @pytest.mark.parametrize("made", FORMATS, ids=label)
@@ -176,38 +153,6 @@ def test_bounds_of_scale_and_value(made: MX, x: torch.Tensor) -> None:
         "rceil": (made.max / 2, made.max),
     }[made.scaling]
     assert ((fullness >= low) & (fullness <= high)).all()
-
-
-@pytest.mark.parametrize("made", [*FORMATS, NVFP4()], ids=label)
-def test_a_block_of_zeros_stays_zero(made: MX | NVFP4) -> None:
-    x = torch.zeros(2, 64)
-    x[1, 40] = 3.0
-    cast = made.cast(x)
-    assert torch.equal(cast.values, x)
-    assert not made.cast(torch.zeros(2, 64)).values.any()
-    assert cast.scale.isfinite().all()
-
-
-@pytest.mark.parametrize("made", FORMATS, ids=label)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_value_that_is_not_finite_reaches_no_other_block(made: MX, bad: float) -> None:
-    x = synthetic("gaussian", (1, 96))
-    broken = x.clone()
-    broken[0, 40] = bad
-    values, intact = made.cast(broken).values, made.cast(x).values
-    assert torch.equal(values[:, :32], intact[:, :32])
-    assert torch.equal(values[:, 64:], intact[:, 64:])
-    if math.isnan(bad):
-        assert values[:, 32:64].isnan().all()
-    else:
-        assert abs(values[0, 40].item()) > 1e30
-
-
-@pytest.mark.parametrize("made", [MX(), NVFP4(), FP8(per="row")], ids=["mx", "nvfp4", "row"])
-def test_the_other_axis_is_the_cast_of_the_transpose(made: Any) -> None:
-    x = synthetic("gaussian", (64, 96), outlier=100.0)
-    assert torch.equal(made.cast(x, axis=0).values, made.cast(x.T.contiguous()).values.T)
-    assert torch.equal(made.cast(x, axis=0).scale, made.cast(x.T.contiguous()).scale.T)
 
 
 # --- measures --------------------------------------------------------------------------------------------------------
@@ -353,16 +298,6 @@ def test_rows_of_products_are_the_errors_of_the_products() -> None:
         assert row.sqnr_db == pytest.approx(expected, abs=1e-6), row
 
 
-def test_methods_rank_as_their_bits() -> None:
-    found = {(row.method, row.product): row.sqnr_db for row in compare_products([operands((64, 32, 96))])}
-    for product in PRODUCTS:
-        assert found["bf16", product] > found["mxfp8", product] + 15
-    for product in ("dgrad", "wgrad"):  # E5M2 gradients have one bit less
-        assert found["mxfp8", product] > found["fp8_tensorwise", product] + 2
-    assert found["mxfp8_wgrad-bf16", "wgrad"] == found["bf16", "wgrad"]
-    assert found["mxfp8_wgrad-bf16", "dgrad"] == found["mxfp8", "dgrad"]
-
-
 def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
     gemm = operands((64, 0, 40), n=32, k=64)
     x, grad, offsets = gemm.x, (synthetic("gaussian", (104, 64), seed=5)).bfloat16(), gemm.offsets
@@ -384,51 +319,25 @@ def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("size", "said"),
-    [
-        (16, "has 16 values, not a multiple of the block of 32; pad it with zeros to 32"),
-        (0, "has 0 values, not a multiple of the block of 32; pad it with zeros to 32"),
-        (48, "has 48 values, not a multiple of the block of 32; cut it to 32 or pad it with zeros to 64"),
-    ],
-)
-def test_an_axis_without_whole_blocks_is_refused(size: int, said: str) -> None:
-    with pytest.raises(NotWholeBlocks, match=said) as refused:
-        MX().cast(torch.ones(4, size))
-    assert refused.value.exit_code == 2
-    with pytest.raises(NotWholeBlocks, match=f"K of w1 {said}"):
-        gemm_of_ones(x=torch.ones(4, size), weight=torch.ones(1, 64, size))
-
-
 def gemm_of_ones(**changes: torch.Tensor) -> GroupedGemm:
     fitting = {"x": torch.ones(4, 32), "weight": torch.ones(1, 64, 32), "grad": torch.ones(4, 64)}
     return GroupedGemm(name="w1", **{**fitting, "offsets": torch.tensor([4]), **changes})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("role", ["x", "weight", "grad"])
-def test_operands_that_are_not_finite_are_named(role: str, bad: float) -> None:
-    broken = torch.ones({"x": (4, 32), "weight": (1, 64, 32), "grad": (4, 64)}[role])
-    broken.view(-1)[3] = bad
-    with pytest.raises(BadInput, match=f"{role} of w1 has 1 values"):
-        gemm_of_ones(**{role: broken})
-
-
-def test_a_tensor_that_cannot_be_measured_is_refused() -> None:
-    with pytest.raises(BadInput, match="2 values of 64"):
-        measure(torch.tensor([[math.nan, math.inf, *[1.0] * 62]]), MX())
-    with pytest.raises(BadInput, match="no value other than zero"):
-        measure(torch.zeros(1, 32), MX())
-    with pytest.raises(NotWholeBlocks):
-        measure(torch.ones(1, 33), MX())
-
-
-def test_experts_without_a_token_are_refused() -> None:
-    with pytest.raises(BadInput, match="M above 0"):
-        gemm_of_ones(x=torch.ones(0, 32), grad=torch.ones(0, 64), offsets=torch.tensor([0]))
-
-
-@pytest.mark.parametrize(("distribution", "outlier"), [("cauchy", 2.0), ("gaussian", -1.0)])
-def test_data_that_cannot_be_drawn_is_refused(distribution: Any, outlier: float) -> None:
-    with pytest.raises(BadInput, match="valid: "):
-        synthetic(distribution, (2, 2), outlier=outlier)
+@pytest.mark.parametrize(
+    ("refused", "told"),
+    [
+        (lambda: MX().cast(torch.ones(4, 48)), "has 48 values, not .* of 32; cut it to 32 or pad it with zeros to 64"),
+        (lambda: gemm_of_ones(x=torch.ones(4, 16), weight=torch.ones(1, 64, 16)), "K of w1 has 16 .*; pad it with"),
+        (lambda: gemm_of_ones(x=torch.full((4, 32), math.nan)), "x of w1 has 128 values"),
+        (lambda: gemm_of_ones(grad=torch.full((4, 64), -math.inf)), "grad of w1 has 256 values"),
+        (lambda: gemm_of_ones(x=torch.ones(0, 32), grad=torch.ones(0, 64), offsets=torch.tensor([0])), "M above 0"),
+        (lambda: measure(torch.tensor([[math.nan, math.inf, *[1.0] * 62]]), MX()), "2 values of 64"),
+        (lambda: measure(torch.zeros(1, 32), MX()), "no value other than zero"),
+        (lambda: synthetic("cauchy", (2, 2)), "valid: "),  # type: ignore[arg-type]
+        (lambda: synthetic("gaussian", (2, 2), outlier=-1.0), "valid: "),
+    ],
+)
+def test_values_that_no_error_can_be_measured_of_are_named(refused: Callable[[], object], told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        refused()

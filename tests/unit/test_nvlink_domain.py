@@ -20,6 +20,7 @@ from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
 from moelab.projection.exchange import hybridep_shares
 from moelab.projection.project import project
+from moelab.recommendation import recommend
 
 TRAY = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
 HOST = Node(gpu=Gpu(name="B200", capability=10.0, memory_gib=None), gpus=8)
@@ -195,3 +196,9 @@ def test_a_gpu_of_amd() -> None:
     for changes in ({"precision": "fp8"}, {"ep_backend": "deepep"}, {"ep_backend": "minimal_async_ep"}):
         (reason,) = check(Experiment(**own, **changes)).reasons
         assert "mi355x_node is gfx950" in reason
+
+
+def test_a_search_for_another_cluster_has_its_domains() -> None:
+    x = Experiment(model="671B", hardware="b200_x256", nodes=64, gpus_per_node=4, local_batch=4, ep=64)
+    (best,) = recommend(x, cluster_of("gb200_nvl72_x4"), fixed=("ep", "tp", "cp", "dp_replicate"), limit=1).ranked
+    assert best.ep_nodes == 1  # 16 hosts of four GPUs that NVLink joins

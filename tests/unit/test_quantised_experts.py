@@ -19,13 +19,13 @@ from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 from torchao.prototype.moe_training.kernels.mxfp8 import quant as reference
 from torchao.prototype.mx_formats import kernels as mx_kernels
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
+from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
 from torchao.quantization.quantize_.common import KernelPreference
 from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.mxfp8 import quantised_experts as module
 from moelab.mxfp8.converter import MXFP8Experts
-from moelab.mxfp8.quantise import E4M3, NotWholeBlocks, expand, quantise, quantise_fp8, quantise_mxfp8
+from moelab.mxfp8.quantise import E4M3, expand, quantise, quantise_fp8, quantise_mxfp8
 from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
 
 RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
@@ -60,11 +60,6 @@ def test_mxfp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
     torchao_scales, torchao_data = to_mx(x, E4M3, 32, RCEIL)
     assert torch.equal(scales, bits(torchao_scales))
     assert torch.equal(bits(data), bits(torchao_data))
-    finite = x.isfinite().all(1)
-    expanded = to_dtype(torchao_data, torchao_scales, E4M3, 32, torch.bfloat16)
-    # torchao's own expansion makes zeros of the smallest scale, 2^-127
-    ordinary = finite & (scales[:, 0] > 0)
-    assert torch.equal(expand(data, scales, "mxfp8")[ordinary], expanded[ordinary])
 
 
 def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
@@ -86,27 +81,6 @@ def test_casts_compiled_are_the_same(precision: Any) -> None:
     compiled = torch.compile(quantise, fullgraph=True)(x, precision)
     for a, b in zip(eager, compiled, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    rows=st.lists(
-        st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=32, max_size=32), min_size=1, max_size=4
-    ),
-    precision=st.sampled_from(["mxfp8", "fp8"]),
-)
-def test_expanded_rows_are_near_and_quantised_again_the_same(rows: list[list[float]], precision: Any) -> None:
-    x = torch.tensor(rows).bfloat16()
-    x = torch.where(x.abs() < 2.0**-100, 0.0, x.float()).bfloat16()
-    once = expand(*quantise(x, precision), precision)
-    assert torch.equal(expand(*quantise(once, precision), precision), once)
-    quantum = x.float().abs().amax(-1, keepdim=True) / 448 * 2 * 2.0**-9  # the smallest E4M3 step under the scale
-    assert ((once.double() - x.double()).abs() <= torch.maximum(x.double().abs() / 16, quantum.double() / 2)).all()
-
-
-def test_ragged_blocks_are_refused() -> None:
-    with pytest.raises(NotWholeBlocks, match="48"):
-        quantise_mxfp8(torch.zeros(2, 48, dtype=torch.bfloat16))
 
 
 def operands(
@@ -131,11 +105,9 @@ def operands(
     return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), dim).bfloat16()
 
 
-def run(
-    arithmetic: str, precision: Any, function: Callable[..., Any] = expert_rows, *, arrived: bool = True
-) -> list[Tensor]:
+def run(arithmetic: str, function: Callable[..., Any] = expert_rows, *, arrived: bool = True) -> list[Tensor]:
     """The output and the gradients of the rows, of w1, w3 and w2, and of the scores."""
-    rows, into, weights, scores, upstream = operands(precision, arrived=arrived)
+    rows, into, weights, scores, upstream = operands(arithmetic.partition("_")[0], arrived=arrived)
     output = function(rows, *weights, ENDS, scores, arithmetic)
     output.backward(upstream)
     return [output.detach(), *(tensor.grad for tensor in (into, *weights, scores))]  # type: ignore[misc]
@@ -185,53 +157,42 @@ def test_mxfp8_products_are_torchaos_of_an_mxtensor(groups: list[int], seed: int
         assert torch.equal(ours, torchaos)
 
 
-def each(product: Callable[[int, slice], Tensor]) -> list[Tensor]:
-    return [product(e, slice(end - size, end)) for e, (size, end) in enumerate(zip(GROUPS, ENDS.tolist(), strict=True))]
-
-
 def exact(precision: Any, *, arrived: bool) -> list[Tensor]:
     """As :func:`run`, in float64 from the rows as they came, nothing else quantised."""
     rows, _, weights, scores, upstream = operands(precision, arrived=arrived)
     x = (expand(rows.data_RD, rows.scales_RS, precision) if arrived else rows).detach().double().requires_grad_()
     w1, w3, w2 = wide = [weight.detach().double().requires_grad_() for weight in weights]
     s = scores.detach().double().requires_grad_()
-
-    def expert(e: int, r: slice) -> Tensor:
-        return (F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None]) @ w2[e].T
-
-    output = torch.cat(each(expert))
+    of_experts = [slice(end - size, end) for size, end in zip(GROUPS, ENDS.tolist(), strict=True)]
+    hidden = [F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None] for e, r in enumerate(of_experts)]
+    output = torch.cat([h @ w.T for h, w in zip(hidden, w2, strict=True)])
     output.backward(upstream.double())
     return [output.detach(), *(tensor.grad for tensor in (x, *wide, s))]  # type: ignore[misc]
+
+
+def errors(arithmetic: str, *, arrived: bool = True) -> list[float]:
+    pairs = zip(run(arithmetic, arrived=arrived), exact(arithmetic.partition("_")[0], arrived=arrived), strict=True)
+    return [float((ours.double() - right).norm() / right.norm()) for ours, right in pairs]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_are_near_exact_ones(arithmetic: str, arrived: bool) -> None:
     """E4M3 rounds by up to 1/16; over a sum of products of two such the errors are a few per cent."""
-    precision = arithmetic.partition("_")[0]
-    for ours, right in zip(run(arithmetic, precision, arrived=arrived), exact(precision, arrived=arrived), strict=True):
-        error = float((ours.double() - right).norm() / right.norm())
-        assert 0.01 < error < 0.09  # nothing at all would mean that nothing was quantised
+    # Nothing at all would mean that nothing was quantised.
+    assert all(0.01 < error < 0.09 for error in errors(arithmetic, arrived=arrived))
 
 
 def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
     """A scale of a row belongs to either factor of an outer product, so its rows need no second rounding."""
-    right = exact("fp8", arrived=True)
-    errors = {
-        name: [
-            float((ours.double() - one).norm() / one.norm()) for ours, one in zip(run(name, "fp8"), right, strict=True)
-        ]
-        for name in ("fp8", "fp8_wgrad_fp8")
-    }
-    for bf16, fp8 in zip(errors["fp8"][2:5], errors["fp8_wgrad_fp8"][2:5], strict=True):
+    for bf16, fp8 in zip(errors("fp8")[2:5], errors("fp8_wgrad_fp8")[2:5], strict=True):
         assert bf16 < fp8 < bf16 + 0.02
 
 
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
-    precision = arithmetic.partition("_")[0]
     traced = torch.compile(expert_rows, fullgraph=True, backend="aot_eager")
-    for a, b in zip(run(arithmetic, precision), run(arithmetic, precision, traced), strict=True):
+    for a, b in zip(run(arithmetic), run(arithmetic, traced), strict=True):
         assert torch.equal(a, b)
 
 
@@ -244,13 +205,6 @@ def test_scales_may_travel_in_any_dtype() -> None:
     assert torch.equal(*outputs)
 
 
-def initialised(experts: Any) -> Any:
-    torch.manual_seed(3)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.125)
-    return experts
-
-
 @pytest.mark.parametrize(
     ("parent", "precision", "settings_", "arithmetic"),
     [
@@ -260,7 +214,10 @@ def initialised(experts: Any) -> Any:
     ],
 )
 def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
-    experts = initialised(quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build())
+    experts = quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build()
+    torch.manual_seed(3)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.125)
     own = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
     weights = [weight.detach().bfloat16().requires_grad_() for weight in own]
     for arrived in (True, False):
@@ -409,14 +366,14 @@ def test_a_nan_in_padding_stays_in_its_row_but_for_its_experts_weights(arithmeti
 
 def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch._scaled_grouped_mm`` replaced by its definition, for tensors that say that they are on CUDA."""
-    shapes: list[tuple[Any, ...]] = []
+    products = []
 
     def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, **options: Any) -> Tensor:
         assert options == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
         assert a.dtype == b.dtype == E4M3
         assert a.is_contiguous()
         assert b.mT.is_contiguous()  # both operands lie along what is summed over, as Hopper's FP8 products need
-        shapes.append((tuple(a.shape), tuple(b.shape), tuple(scale_a.shape), tuple(scale_b.shape)))
+        products.append(b.ndim)
         if b.ndim == 3:
             x, w = (a.float() * scale_a[:, None]).bfloat16(), (b.float() * scale_b[:, None]).bfloat16()
             return torch._grouped_mm(x, w, offs=offs)
@@ -425,20 +382,12 @@ def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatc
         return (sums.float() * scale_a.view(len(offs), -1, 1) * scale_b.view(len(offs), 1, -1)).bfloat16()
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
-    emulated = run("fp8_wgrad_fp8", "fp8")
-    assert not shapes
+    emulated = run("fp8_wgrad_fp8")
+    assert not products
     monkeypatch.setattr(module, "_on_cuda", lambda _: True)
-    for ours, right in zip(run("fp8_wgrad_fp8", "fp8"), emulated, strict=True):
+    for ours, right in zip(run("fp8_wgrad_fp8"), emulated, strict=True):
         torch.testing.assert_close(ours, right, rtol=2**-6, atol=1e-2)
-    R, E = sum(GROUPS), len(GROUPS)
-    assert shapes == [
-        ((R, DIM), (E, DIM, 2 * HIDDEN), (R,), (E, 2 * HIDDEN)),
-        ((R, HIDDEN), (E, HIDDEN, DIM), (R,), (E, DIM)),
-        ((R, DIM), (E, DIM, HIDDEN), (R,), (E, HIDDEN)),
-        ((R, 2 * HIDDEN), (E, 2 * HIDDEN, DIM), (R,), (E, DIM)),
-        *[((HIDDEN, R), (R, DIM), (E * HIDDEN,), (E * DIM,))] * 2,
-        ((DIM, R), (R, HIDDEN), (E * DIM,), (E * HIDDEN,)),
-    ]
+    assert products == [3, 3, 3, 3, 2, 2, 2]  # w1 beside w3 are one product, but for their weight gradients
 
 
 INTERPRETED = """

@@ -130,18 +130,6 @@ def exact_scores(routed: nn.Module, x_BLD: torch.Tensor, ids_BLK: torch.Tensor) 
     return 2.5 * chosen / chosen.sum(-1, keepdim=True), weight
 
 
-def test_scores_and_their_gradient_are_the_gates() -> None:
-    routed = router(RandomBalancedRouter.Config)
-    x_BLD, upstream_BLK = hidden(), torch.randn(2, 32, 3)
-    scores_BLK, ids_BLK, scores_BLE = routed(x_BLD)
-    (scores_BLK * upstream_BLK).sum().backward()
-    expected, weight = exact_scores(routed, x_BLD, ids_BLK)
-    (expected * upstream_BLK.double()).sum().backward()
-    torch.testing.assert_close(scores_BLK.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(routed.gate.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
-    assert scores_BLE.shape == (2, 32, 16)
-
-
 def test_groups_of_the_router_do_not_limit_the_draw() -> None:
     _, ids_BLK, _ = router(RandomBalancedRouter.Config, top_k=4)(hidden(256))
     assert destinations(ids_BLK.view(-1, 4), 4) > 2.5  # group-limited to 2 of 4
@@ -164,7 +152,7 @@ def compiled(module: nn.Module, backend: str | None) -> nn.Module:
 
 
 def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
-    """Two micro-batches forward, then backward: each gradient must be that of the experts drawn in its forward."""
+    """Two micro-batches forward, then backward: scores and gradients are the gate's, of the experts of the forward."""
     inputs = [torch.randn(2, 9, DIM) for _ in range(2)]
     outputs = [run(x_BLD) for x_BLD in inputs]
     for x_BLD, (scores_BLK, ids_BLK) in zip(inputs, outputs, strict=True):
@@ -185,13 +173,12 @@ def test_recomputation_draws_the_same_experts(policy: FullAC.Config, backend: st
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_as_one_graph_and_draws_as_without(backend: str) -> None:
+def test_compiles_as_one_graph_and_draws_as_without() -> None:
     block = Block()
     torch.manual_seed(3)
     plain = check_gradients(block, block)
     torch.manual_seed(3)
-    for one, other in zip(plain, check_gradients(block, compiled(block, backend)), strict=True):
+    for one, other in zip(plain, check_gradients(block, compiled(block, "aot_eager")), strict=True):
         assert torch.equal(one, other)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_support import make_run
+from run_support import collect_and_save, make_run
 from torch.autograd.profiler import record_function
 
 from moelab.analysis.side import Side
@@ -41,7 +41,7 @@ def events_of(run: Path) -> list[dict[str, Any]]:
     return list(json.loads(gzip.decompress((run / "traces" / "rank0.json.gz").read_bytes()))["traceEvents"])
 
 
-@pytest.mark.parametrize(("first", "step"), [(1, 4), (1, 2), (4, 4)])  # and right after a restart
+@pytest.mark.parametrize(("first", "step"), [(1, 4), (1, 3), (1, 2), (4, 4)])  # and right after a restart
 def test_the_step_alone_is_traced_with_the_sizes_of_its_products(tmp_path: Path, first: int, step: int) -> None:
     train(StepTracer(step, 0, tmp_path, memory_snapshot=False), first, step + 2)
     events = events_of(tmp_path)
@@ -64,13 +64,9 @@ def test_a_launch_that_begins_after_the_step_leaves_nothing(tmp_path: Path) -> N
 def test_a_trace_has_no_folder_and_no_host(tmp_path: Path) -> None:
     train(StepTracer(2, 0, tmp_path, memory_snapshot=False), 1, 2)
     text = gzip.decompress((tmp_path / "traces" / "rank0.json.gz").read_bytes()).decode()
-    whole = json.loads(text)
-    assert whole["traceName"] == ""
-    assert whole.get("host_name", "") == ""
+    assert json.loads(text)["traceName"] == ""
     assert "scale.py" in text
-    assert "ada" not in text
-    assert str(tmp_path) not in text
-    assert f'"{socket.gethostname()}' not in text
+    assert [place for place in ("ada", str(tmp_path), f'"{socket.gethostname()}') if place in text] == []
 
 
 @pytest.mark.parametrize(
@@ -129,25 +125,26 @@ def test_a_memory_snapshot_names_files_without_their_folders(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"trace_step": 7}, "trace_step: got 7; valid: 0 (no trace), or a step of this run after the first, which"),
+        ({"trace_step": 7}, r"trace_step: got 7; .*2 to 6"),
         ({"trace_step": 1}, "2 to 6"),
-        ({"trace_step": 1, "steps": 1}, "trace_step: got 1; valid: 0 (no trace)"),
-        ({"trace_ranks": [0, 2]}, "trace_ranks: got [0, 2]; valid: global ranks of this run, 0 to 1"),
-        ({"trace_ranks": []}, "trace_ranks: got []; valid: "),
+        ({"trace_step": 1, "steps": 1}, "trace_step: got 1"),
+        ({"trace_ranks": [0, 2]}, r"trace_ranks: got \[0, 2\]; .*0 to 1"),
+        ({"trace_ranks": []}, r"trace_ranks: got \[\]"),
     ],
 )
 def test_steps_and_ranks_that_are_none_of_the_run_are_named(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadInput) as error:
+    with pytest.raises(BadInput, match=told):
         parse(Experiment, {"steps": 6, **fields})
-    assert told in str(error.value)
 
 
 def test_a_memory_snapshot_is_refused_by_name_where_it_cannot_be() -> None:
-    fields = {"trace_step": 4, "memory_snapshot": True, "hardware": "cpu"}
-    (reason,) = check(Experiment(**fields)).reasons
-    assert reason.startswith("memory_snapshot is True: it records CUDA's allocator, and cpu has no GPU")
-    (reason,) = check(Experiment(**{**fields, "trace_step": 0, "hardware": "h100_node"})).reasons
-    assert "trace_step is 0" in reason
+    for fields, told in (
+        ({"trace_step": 4, "hardware": "cpu"}, "cpu has no GPU"),
+        ({"hardware": "h100_node"}, "trace_step is 0"),
+    ):
+        (reason,) = check(Experiment(memory_snapshot=True, **fields)).reasons
+        assert reason.startswith("memory_snapshot is True: ")
+        assert told in reason
 
 
 def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Path) -> None:
@@ -162,11 +159,8 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     files = [{"file": "traces/rank0.json.gz", "bytes": 0, "reason": "not kept: larger than 64 MiB"}]
     write_json(run.path / RECORDED_FOLDER / "rank0.json", {**record, "write_s": 0.5, "files": files})
     one = collect_run(run)
-    assert one.notes == (
-        "step 8 was traced: it took 2.500 s instead of 1.000 s, plus 3.0 s to write the trace; throughput leaves out "
-        "steps 7 to 9",
-        "traces/rank0.json.gz: not kept: larger than 64 MiB",
-    )
+    assert one.notes[0].startswith("step 8 was traced: it took 2.500 s instead of 1.000 s, plus 3.0 s to write")
+    assert one.notes[1:] == ("traces/rank0.json.gz: not kept: larger than 64 MiB",)
     assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]
     assert one.rows["loss"].notna().all()
     assert [(trace["rank"], trace["step"]) for trace in one.to_json()["traces"]] == [(0, 8), (1, 8)]
@@ -175,7 +169,7 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     assert len(other.tps) - len(side.tps) == 3
     assert len(other.step_time_s) - len(side.step_time_s) == 3
     assert math.isfinite(side.step_time_s.mean())
-    again = collect_run(run, save=True)
+    again = collect_and_save(run)
     assert collect_run(run).rows.equals(again.rows)
     (run.path / RECORDED_FOLDER / "rank1.json").write_text("{")
     assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: the cost of its trace is unknown",)

@@ -20,13 +20,7 @@ BACKENDS = {
 
 
 def base_arm(arm: str) -> tuple[str, str]:
-    """Split an arm's name into ``<precision>_<backend>`` and what follows it.
-
-    Args:
-        arm: Name of an arm, as ``Experiment.arm`` writes it.
-
-    Returns:
-        The base and the rest without its leading underscore; ``(arm, "")`` when the name is of another kind.
+    """Split an arm's name into ``<precision>_<backend>`` and what follows it; ``(arm, "")`` for another kind of name.
 
     Example:
         >>> base_arm("mxfp8_standard_wgrad-bf16")
@@ -42,13 +36,7 @@ def base_arm(arm: str) -> tuple[str, str]:
 
 
 def arm_label(arm: str) -> str:
-    """Name an arm in words.
-
-    Args:
-        arm: Name of an arm, as ``Experiment.arm`` writes it.
-
-    Returns:
-        The words; a name of another kind comes back unchanged. Nothing is escaped for HTML.
+    """Name an arm in words; another kind of name comes back unchanged. Nothing is escaped for HTML.
 
     Example:
         >>> arm_label("mxfp8_standard")
@@ -63,18 +51,20 @@ def arm_label(arm: str) -> str:
     if precision not in PRECISIONS or backend not in BACKENDS:
         return arm
     label = f"{PRECISIONS[precision]} + {BACKENDS[backend]}"
-    return f"{label} ({', '.join(_detail(part) for part in rest.split('_'))})" if rest else label
+    if not rest:
+        return label
+    fields = [*Experiment.model_fields, *ShapeChanges.model_fields, "dispatch"]
+    hyphenated = sorted((field.replace("_", "-") for field in fields), key=len, reverse=True)  # ep-kernels before ep
+    details = []
+    for part in rest.split("_"):
+        name = next((name for name in hyphenated if part.startswith(f"{name}-")), "")
+        value = part.removeprefix(f"{name}-")
+        details.append(f"{name.replace('-', ' ')} {PRECISIONS.get(value, value)}" if name else part)
+    return f"{label} ({', '.join(details)})"
 
 
 def contrast(arm: str, other: str) -> tuple[str, str, str]:
-    """Name two arms by what sets them apart.
-
-    Args:
-        arm: Name of an arm.
-        other: Name of the arm it is compared with.
-
-    Returns:
-        Words for each arm and for what they share, empty where neither the precision nor the backend is shared.
+    """Name two arms by what sets them apart: words for each, and for the precision or backend that they share, if any.
 
     Example:
         >>> contrast("mxfp8_standard", "bf16_standard")
@@ -102,13 +92,3 @@ def require_names(table: pd.DataFrame) -> None:
         raise BadInput(
             f"the table has rows without {' and '.join(missing)}: fill in these columns before comparing runs"
         )
-
-
-def _detail(part: str) -> str:
-    fields = [*Experiment.model_fields, *ShapeChanges.model_fields, "dispatch"]
-    hyphenated = sorted((field.replace("_", "-") for field in fields), key=len, reverse=True)  # ep-kernels before ep
-    name = next((name for name in hyphenated if part.startswith(f"{name}-")), None)
-    if name is None:
-        return part
-    value = part.removeprefix(f"{name}-")
-    return f"{name.replace('-', ' ')} {PRECISIONS.get(value, value)}"

@@ -37,19 +37,9 @@ from moelab.runs.side_files import Environment
 from moelab.runs.table import merge_segments
 
 ARM_FIELDS = frozenset(
-    {
-        "seed",
-        "precision",
-        "mxfp8_kernels",
-        "quantize",
-        "wgrad",
-        "ep_backend",
-        "ep_kernels",
-        "dispatch_precision",
-        "routing",
-    }
+    ("precision", "mxfp8_kernels", "quantize", "wgrad", "ep_backend", "ep_kernels", "dispatch_precision", "routing")
 )
-"""What sets two arms apart; every other field should be the same in both."""
+"""What sets two arms apart, beside the seed; every other field should be the same in both."""
 NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
 """Settings that a step's time does not depend on."""
 SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")
@@ -58,25 +48,16 @@ LOSS_PACKAGES = ("torch", "torchtitan", "torchao", "triton")
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Loss of the side ``label`` against that of ``reference``, in nats per token.
-
-    Attributes:
-        steps: that both logged.
-        first_step: of the last part, which the difference is a mean over; up to the last of ``steps``.
-        nats: mean difference over that part, this side − first; NaN if one diverged.
-        spread_nats: standard deviation of the difference from step to step in that part.
-        verdict: where both sides' seeds are known, the judgement over them; None without.
-        unfinished: which of the two diverged or ended before its planned steps.
-    """
+    """Loss of the side ``label`` against that of ``reference``, in nats per token."""
 
     reference: str
     label: str
-    steps: tuple[int, ...]
-    first_step: int
-    nats: float
-    spread_nats: float
-    verdict: Verdict | None
-    unfinished: str = ""
+    steps: tuple[int, ...]  # that both logged
+    first_step: int  # of the last part, which the difference is a mean over
+    nats: float  # label − reference; NaN if one diverged
+    spread_nats: float  # standard deviation from step to step in that part
+    verdict: Verdict | None  # over seeds, where both sides' are known
+    unfinished: str = ""  # which of the two diverged or ended before its planned steps
 
     @property
     def judged(self) -> Verdict | None:
@@ -174,11 +155,7 @@ def judge_sides(
 def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **options: Any) -> Difference:
     """Hold a side's loss against that of the first, on the steps that both logged.
 
-    Args:
-        reference: the first side.
-        side: another.
-        final_fraction: part of the common steps that the final difference is a mean over.
-        **options: ``margin_nats``, ``margin_cap_nats`` and ``dropped_seeds`` of the verdict.
+    The final difference is a mean over ``final_fraction`` of these; ``options`` are those of the verdict.
     """
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(_common_steps(reference, side))]
     steps = tuple(int(step) for step in both.index)

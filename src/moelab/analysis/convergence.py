@@ -7,7 +7,7 @@ successive steps are autocorrelated, so a test on steps would count the same evi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,20 +24,13 @@ ArmSeed = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class FinalLosses:
-    """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token.
-
-    ``by_run`` maps (arm, seed) to the loss; ``diverged`` maps those without one to where their loss was not finite,
-    and ``lost`` to another reason. ``excluded`` names each run in whose place another of its seed counts. ``arms`` are
-    all that have a row.
-    """
+    """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token."""
 
     by_run: dict[ArmSeed, float]
-    diverged: dict[ArmSeed, str]
-    lost: dict[ArmSeed, str]
+    diverged: dict[ArmSeed, str]  # runs whose loss was not finite there, and where
+    lost: dict[ArmSeed, str]  # runs without a final loss for another reason
     first_step: int
     last_step: int
-    excluded: tuple[str, ...]
-    arms: tuple[str, ...]
 
     def of(self, arm: str) -> dict[int, float]:
         """Final losses of one arm by seed."""
@@ -62,16 +55,10 @@ def first_final_step(last_step: int, final_fraction: float) -> int:
 def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLosses:
     """Mean loss of each run over the last part of training.
 
-    Args:
-        table: Metrics table (``run, arm, seed, segment, step, loss, …``); segments of a run are merged here.
-        final_fraction: Part of the steps that the mean is over, 0.1 for the last 10 %.
-
-    Returns:
-        The losses. Left out and named are runs that ended early, that lost or never had a finite loss in the window,
-        and all but the newest finished run of an arm and seed.
+    Left out and named are runs that ended early, or have no loss for some of these steps, or one that is not finite.
 
     Raises:
-        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss or unnamed runs.
+        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
     """
     require_names(table)
     if table["loss"].notna().sum() == 0:
@@ -80,8 +67,10 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     last_step = int(merged["step"].max())
     first_step = first_final_step(last_step, final_fraction)
     merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys
-    own = merged.groupby(["run", "arm", "seed"], sort=False)
-    runs = own["step"].max().rename("end").reset_index()
+    runs = merged.groupby(["arm", "seed", "run"])["step"].max().reset_index()
+    if (twice := runs[runs.duplicated(["arm", "seed"])]).size:
+        arm, seed = twice[["arm", "seed"]].iloc[0]
+        raise BadInput(f"the table has two runs of {arm}, seed {seed}: keep one, as moelab.runs.collect.newest chooses")
     window = merged[merged["step"].between(first_step, last_step)]
     # Logging every tenth step is no gap: what counts is the steps that any run logged.
     expected = window["step"].nunique()
@@ -90,41 +79,18 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     first_not_finite = window[~np.isfinite(window["loss"])].groupby("run", sort=False)["step"].first().to_dict()
     by_run: dict[ArmSeed, float] = {}
     diverged: dict[ArmSeed, str] = {}
-    excluded: list[tuple[ArmSeed, str, str]] = []
-    # Run names start with their UTC time, so in descending order the first finished run of a seed is the newest.
-    for run, arm, seed, end in sorted(runs.itertuples(index=False, name=None), reverse=True):
-        key = str(arm), int(seed)
+    lost: dict[ArmSeed, str] = {}
+    for arm, seed, run, end in runs.itertuples(index=False, name=None):
+        key, missing = (str(arm), int(seed)), expected - seen.get(run, 0)
         if run in first_not_finite:
-            reason = f"loss is not finite at step {first_not_finite[run]}"
-            diverged.setdefault(key, reason)
-            excluded.append((key, run, reason))
-            continue
-        reason = f"ended at step {end} of {last_step}" if end < last_step else ""
-        if not reason and seen.get(run, 0) < expected:
-            reason = f"{expected - seen.get(run, 0)} of {expected} final steps are not in the log"
-        if not reason and key in by_run:
-            reason = "a newer finished run has the same arm and seed"
-        if reason:
-            excluded.append((key, run, reason))
+            diverged[key] = f"loss is not finite at step {first_not_finite[run]}"
+        elif end < last_step:
+            lost[key] = f"ended at step {end} of {last_step}"
+        elif missing > 0:  # of a run that is in two sides each step is there twice
+            lost[key] = f"{missing} of {expected} final steps are not in the log"
         else:
             by_run[key] = float(means[run])
-    # Of several attempts the newest tells why: it was excluded first, and the last to be set stays.
-    lost = {key: reason for key, _, reason in reversed(excluded) if key not in by_run and key not in diverged}
-    # Not the run that tells what became of its seed; an attempt that diverged beside a finished one is named too.
-    others = [
-        f"{arm}, seed {seed} ({run}): {why}"
-        for (arm, seed), run, why in excluded
-        if (arm, seed) in by_run or diverged.get((arm, seed), why) != why
-    ]
-    return FinalLosses(
-        by_run=dict(sorted(by_run.items())),
-        diverged={key: reason for key, reason in diverged.items() if key not in by_run},
-        lost=lost,
-        first_step=first_step,
-        last_step=last_step,
-        excluded=tuple(sorted(others)),
-        arms=tuple(sorted(map(str, merged["arm"].unique()))),
-    )
+    return FinalLosses(by_run=by_run, diverged=diverged, lost=lost, first_step=first_step, last_step=last_step)
 
 
 def compare_convergence(
@@ -145,8 +111,7 @@ def compare_convergence(
         arms: Arms to judge; None takes every other arm of ``losses``, ``diverged`` and ``lost``.
         diverged: Seeds that failed numerically, by (arm, seed), each with the reason.
         lost: Seeds without a result for another reason.
-        **options: ``margin_nats``, ``margin_cap_nats``, ``dropped_seeds``, ``untrained_nats`` and
-            ``lr_warmup_steps`` of :func:`~moelab.analysis.verdict.judge`.
+        **options: of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
         One verdict an arm, *different* corrected for their number.
@@ -154,17 +119,13 @@ def compare_convergence(
     Raises:
         BadInput: An arm has no loss, or an option is out of range.
     """
-    excluded: tuple[str, ...] = ()
-    also: tuple[str, ...] = ()
     quantity = "held-out loss"
-    if not isinstance(losses, FinalLosses):
-        by_seed = losses
-    else:
-        by_seed, excluded, also = losses.by_run, losses.excluded, losses.arms
+    by_seed = losses.by_run if isinstance(losses, FinalLosses) else losses
+    if isinstance(losses, FinalLosses):
         diverged, lost = {**losses.diverged, **diverged}, {**losses.lost, **lost}
         first, last = options["steps"] = losses.first_step, losses.last_step
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
-    known = sorted({*(arm for arm, _ in (*by_seed, *diverged, *lost)), *also})
+    known = sorted({arm for arm, _ in (*by_seed, *diverged, *lost)})
     chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
     for arm in (reference, *chosen):
         if arm not in known:
@@ -188,7 +149,4 @@ def compare_convergence(
         )
         for arm in chosen
     ]
-    return [
-        replace(one, excluded=(*(row for row in excluded if row.split(",")[0] in (one.arm, reference)), *one.excluded))
-        for one in correct_for_arms(verdicts)
-    ]
+    return correct_for_arms(verdicts)

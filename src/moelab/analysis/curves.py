@@ -24,22 +24,12 @@ Curves = TypeVar("Curves", "pd.DataFrame", "pd.Series[float]")
 
 
 def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
-    """Values of one arm over steps.
+    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value.
 
-    Args:
-        table: Metrics table; segments of a run are merged here.
-        arm: Name of the arm.
-        column: Column of the table.
-
-    Returns:
-        Steps (index) by seeds (columns), NaN where a run has no value. Of several runs with one seed the one that came
-        furthest is taken, the newest of them where they came equally far.
+    Segments of a run are merged here; two runs of one seed are an error of pandas.
     """
     require_names(table)
-    rows = table[table["arm"] == arm]
-    # Names of runs begin with their time, so the last of equals is the newest.
-    furthest = rows.sort_values(["step", "run"]).drop_duplicates("seed", keep="last")["run"]
-    merged = merge_segments(rows[rows["run"].isin(furthest)])
+    merged = merge_segments(table[table["arm"] == arm])
     return merged.pivot(index="step", columns="seed", values=column).sort_index()
 
 

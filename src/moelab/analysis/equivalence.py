@@ -77,11 +77,7 @@ class Interval:
         return Interval(low=100.0 * (self.low - 1.0), high=100.0 * (self.high - 1.0), level=self.level)
 
     def words(self, spec: str = "+.4f", unit: str = "") -> str:
-        """The interval in words.
-
-        Args:
-            spec: Format of its ends.
-            unit: What follows them.
+        """The interval in words, its ends in the format ``spec``.
 
         Example:
             >>> Interval(low=1.25, high=3.5, level=0.95).words("+.1f", " %")
@@ -93,18 +89,9 @@ class Interval:
 
 
 def t_interval(values: Sequence[float]) -> Interval:
-    """Student-t interval of the mean of independent values, with 95 % coverage.
+    """Student-t interval of the mean of independent values, one a seed: ``mean ± t(0.975, n − 1) · s/√n``.
 
-    The unit of analysis is a seed. Values of successive steps of one run are autocorrelated, so an interval over steps
-    would be far too narrow; a run is first reduced to one number and the interval is taken over those.
-
-    ``mean ± t(0.975, n − 1) · s/√n``
-
-    Args:
-        values: One value a seed.
-
-    Returns:
-        The interval; NaN on both sides for fewer than two values, which have no spread to take one from.
+    NaN on both sides for fewer than two values, which have no spread to take one from.
 
     Example:
         >>> interval = t_interval([1.0, 2.0, 3.0])
@@ -119,16 +106,12 @@ def t_interval(values: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Margin:
-    """Equivalence margin in nats, how it was derived, and the spread of the reference.
+    """Equivalence margin, how it was derived, and the spread of the reference."""
 
-    ``nats`` is NaN where the reference has no spread to derive it from. ``cap_nats`` bounds a derived margin;
-    ``reference_sd`` is the standard deviation over seeds without the one that widens it most, NaN for fewer than three.
-    """
-
-    nats: float
-    cap_nats: float
+    nats: float  # NaN where the reference has no spread to derive it from
+    cap_nats: float  # of a derived margin
     source: str
-    reference_sd: float
+    reference_sd: float  # over seeds without the one that widens it most; NaN for fewer than three
     given: bool
 
     @property
@@ -149,15 +132,13 @@ def equivalence_margin(
     margin_nats: float | None = None,
     margin_cap_nats: float | None = None,
 ) -> Margin:
-    """Take the margin as given, or derive it from the reference's seed-to-seed spread, up to a cap.
-
-    ``margin = min(MARGIN_FACTOR · lower limit of σ, cap)``
+    """Take the margin as given, or derive it: ``min(MARGIN_FACTOR · lower limit of σ, cap)``.
 
     Args:
         reference_losses: Finite loss of the reference by seed, nats per token.
         reference: Name of the reference arm.
         margin_nats: The margin where a person gives it; only a cap that is given too applies.
-        margin_cap_nats: Cap of a derived margin; None takes 1 % of the reference's mean loss, outlying seeds left out.
+        margin_cap_nats: None takes 1 % of the reference's mean loss, outlying seeds left out.
 
     Raises:
         BadInput: An option is out of range.
@@ -206,22 +187,15 @@ def equivalence_margin(
 
 
 def trimmed_sd(values_NM: ArrayLike) -> Array:
-    """Standard deviation over seeds, without the one seed that widens it most.
+    """Standard deviation over ``(N,)`` or ``(N, M)`` values, without the one of N ≥ 3 seeds that widens it most.
 
     No single value, however far off, can make it large. For normal values it lies below σ; :func:`lower_sd_limit` knows
-    by how much.
-
-    Args:
-        values_NM: ``(N,)`` or ``(N, M)`` values, N ≥ 3 seeds of M studies.
-
-    Returns:
-        ``(M,)``, in the unit of the values.
+    by how much. Returns ``(M,)``, in the unit of the values.
     """
     ordered_NM = np.sort(_columns(values_NM), axis=0)
     # The seed whose removal narrows the rest most is always the smallest or the largest.
-    without_largest, without_smallest = ordered_NM[:-1].std(axis=0, ddof=1), ordered_NM[1:].std(axis=0, ddof=1)
-    narrowest: Array = np.minimum(without_largest, without_smallest)
-    return narrowest
+    sd_M: Array = np.minimum(ordered_NM[:-1].std(axis=0, ddof=1), ordered_NM[1:].std(axis=0, ddof=1))
+    return sd_M
 
 
 @functools.cache
@@ -235,14 +209,7 @@ def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
     """One-sided lower confidence limit of a normal standard deviation, which one outlying value cannot raise.
 
     ``trimmed_sd / q``, where ``q`` is the simulated ``1 − alpha`` quantile of the trimmed standard deviation of as many
-    standard normal values: the limit exceeds σ with probability ``alpha``.
-
-    Args:
-        values_NM: ``(N,)`` or ``(N, M)`` values, N ≥ 3 seeds of M studies.
-        alpha: Probability that the limit is above the true standard deviation.
-
-    Returns:
-        ``(M,)`` limits, in the unit of the values.
+    standard normal values: the limit exceeds σ with probability ``alpha``. Shapes are those of :func:`trimmed_sd`.
 
     Example:
         >>> float(lower_sd_limit([3.58, 3.60, 3.62], alpha=0.025)[0].round(3))
@@ -259,13 +226,7 @@ def outlying_seeds(losses: Mapping[int, float]) -> tuple[int, ...]:
     The t statistic of the seed that lies farthest from the mean and spread of the *others*, against its Bonferroni
     limit, so that normal losses are accused at most at the rate :data:`OUTLIER_ALPHA`, half of it for each step. Two
     outlying seeds hide each other from this; so with five seeds or more the test is made again without the farthest,
-    and both are named if it finds one.
-
-    Args:
-        losses: Finite loss by seed.
-
-    Returns:
-        The seeds, the farthest first; mostly none.
+    and both are named, the farthest first, if it finds one.
 
     Example:
         >>> outlying_seeds({0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 8.0})
@@ -292,21 +253,14 @@ def outlying_seeds(losses: Mapping[int, float]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class PairedTests:
-    """Outcome of the tests on M studies; every array is ``(M,)``.
+    """Outcome of the tests on M studies; every array is ``(M,)``."""
 
-    ``low`` and ``high`` bound the mean difference at coverage ``level``. ``tost_p`` is the larger of the two one-sided
-    p values for a mean inside ±margin, ``beyond_p`` the one-sided p value for a mean outside of it on the side where it
-    lies, and ``t_p`` that of the two-sided paired t test of no difference.
-    """
-
-    mean: Array
     sd: Array
-    low: Array
+    low: Array  # low and high bound the mean difference
     high: Array
-    level: float
-    tost_p: Array
-    beyond_p: Array
-    t_p: Array
+    tost_p: Array  # the larger of the two one-sided p values for a mean inside ±margin
+    beyond_p: Array  # one-sided, for a mean outside of ±margin on the side where it lies
+    t_p: Array  # two-sided paired t test of no difference
     equivalent: NDArray[np.bool_]
     different: NDArray[np.bool_]
 
@@ -330,11 +284,9 @@ def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: 
         beyond_p = np.nan_to_num(stats.t.sf((np.abs(paired.mean) - margin) / (sd / np.sqrt(n)), n - 1), nan=1.0)
     low, high = paired.tconfint_mean(2.0 * tost_alpha)
     return PairedTests(
-        mean=paired.mean,
         sd=sd,
         low=low,
         high=high,
-        level=1.0 - 2.0 * tost_alpha,
         tost_p=tost_p,
         beyond_p=beyond_p,
         t_p=t_p,
@@ -352,12 +304,8 @@ def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: A
     Args:
         n_seeds: Common seeds.
         sd_difference: ``(S,)`` true standard deviations of the paired differences.
-        reference_sd: ``(S,)`` true seed-to-seed standard deviations of the reference; no matter where the margin was
-            given.
+        reference_sd: ``(S,)`` true seed-to-seed ones of the reference; no matter where the margin was given.
         margin: How the margin comes about: given, or derived and capped.
-
-    Returns:
-        ``(S,)`` powers, between 0 and 1.
     """
     dof, at_Q = n_seeds - 1, (np.arange(_QUANTILES) + 0.5) / _QUANTILES
     # Differences without any spread are equivalent for certain, and no division by zero.
@@ -390,7 +338,7 @@ def seeds_needed(
         margin: The margin, with the reference's observed spread.
 
     Returns:
-        Lowest and highest number; None where it is more than 100.
+        Lowest and highest number; None where it is more than :data:`MAX_SEEDS_SEARCHED`.
 
     Example:
         >>> margin = equivalence_margin({0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}, reference="bf16_standard")

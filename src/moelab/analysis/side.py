@@ -29,24 +29,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side of a comparison.
+    """One side of a comparison."""
 
-    Attributes:
-        label: what it is called, unlike any other side.
-        arm: empty for a run from elsewhere.
-        attempted: one run for each seed, however it ended; one alone from elsewhere.
-        experiment: what one of its runs was asked to do; None from elsewhere.
-        diverged_seeds: seeds of the arm that diverged, each with the reason.
-        lost_seeds: seeds that it should have and has no loss of otherwise.
-    """
-
-    label: str
-    arm: str = ""
-    attempted: tuple[Collected, ...]
+    label: str  # unlike any other side's
+    arm: str = ""  # empty for a run from elsewhere
+    attempted: tuple[Collected, ...]  # one run for each seed, however it ended; one alone from elsewhere
     settings: Settings = field(default_factory=Settings)
-    experiment: Experiment | None = None
-    diverged_seeds: Mapping[int, str] = field(default_factory=dict)
-    lost_seeds: Mapping[int, str] = field(default_factory=dict)
+    experiment: Experiment | None = None  # of one of its runs; None from elsewhere
+    diverged_seeds: Mapping[int, str] = field(default_factory=dict)  # with the reason
+    lost_seeds: Mapping[int, str] = field(default_factory=dict)  # that it should have and has no loss of otherwise
 
     @property
     def finished(self) -> list[Collected]:
@@ -226,14 +217,13 @@ class Side:
 
     @property
     def _shape(self) -> ModelShape | None:
-        """The experiment's model; from elsewhere, the only one with as many parameters and no other name."""
+        """The experiment's model; from elsewhere, the one with as many parameters and no other name."""
         if self.experiment is not None:
             return shape_for(self.experiment)
         known = self.settings.values
-        counted = [shape for shape in SHAPES.values() if str(count_parameters(shape).total) == known.get("parameters")]
-        named = [shape for shape in counted if known.get("model", shape.name) == shape.name]
-        # A shape of another name with as many parameters makes the match a guess.
-        return named[0] if len(counted) == len(named) == 1 else None
+        named = [shape for shape in SHAPES.values() if known.get("model", shape.name) == shape.name]
+        # A log that gives its model another name makes a match by parameters a guess.
+        return next((shape for shape in named if str(count_parameters(shape).total) == known.get("parameters")), None)
 
     @cached_property
     def _interval_steps(self) -> int:

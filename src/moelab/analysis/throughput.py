@@ -26,14 +26,11 @@ from moelab.runs.table import throughput_rows
 
 @dataclass(frozen=True, kw_only=True)
 class ArmThroughput:
-    """Throughput of one arm in tokens per second per GPU.
-
-    ``tps`` is the geometric mean over seeds of each seed's median; ``interval`` is NaN for one seed.
-    """
+    """Throughput of one arm in tokens per second per GPU."""
 
     arm: str
-    tps: float
-    interval: Interval
+    tps: float  # geometric mean over seeds of each seed's median
+    interval: Interval  # NaN for one seed
     n_seeds: int
     tps_by_seed: dict[int, float]
 
@@ -45,10 +42,10 @@ class ArmThroughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """A geometric mean of ratios; ``ratio`` 1.32 is 32 % more, and ``interval`` is of the ratio, NaN where n is 1."""
+    """A geometric mean of ratios."""
 
-    ratio: float
-    interval: Interval
+    ratio: float  # 1.32 is 32 % more
+    interval: Interval  # of the ratio; NaN where n is 1
 
     @property
     def percent(self) -> float:
@@ -77,13 +74,10 @@ class Gain(Ratio):
 
 @dataclass(frozen=True, kw_only=True)
 class Interaction(Ratio):
-    """The gain of both changes over the product of their gains alone, over ``units`` seeds or whatever ``unit`` says.
-
-    A ratio of 1 means that the gains multiply.
-    """
+    """The gain of both changes over the product of their gains alone; a ratio of 1 means that the gains multiply."""
 
     units: int
-    unit: str
+    unit: str  # what they are, in the plural
 
     def sentence(self) -> str:
         """The answer in words."""
@@ -116,9 +110,6 @@ def arm_throughput(table: pd.DataFrame, *, warmup_steps: int = 3) -> list[ArmThr
         table: Metrics table (``run, arm, seed, segment, step, tps, …``).
         warmup_steps: Steps discarded at the start of a run: compilation, allocator growth, NCCL set-up.
 
-    Returns:
-        One result an arm, sorted by name. With one seed the interval is NaN.
-
     Raises:
         BadInput: No step with a throughput is left, or the table has unnamed runs.
     """
@@ -135,16 +126,8 @@ def gain(table: pd.DataFrame, *, baseline: str, arm: str, warmup_steps: int = 3)
 
     ``log ratio = mean over common seeds of (log median(arm, seed) − log median(baseline, seed))``
 
-    Pairing takes out what a seed does to both arms, such as its routing and so its load balance.
-
-    Args:
-        table: as :func:`arm_throughput` takes it.
-        baseline: Arm that the ratio is over.
-        arm: Arm whose gain is asked for.
-        warmup_steps: Steps discarded at the start of a run.
-
-    Returns:
-        The ratio with its interval, NaN where the arms have one seed in common.
+    Pairing takes out what a seed does to both arms, such as its routing and so its load balance. ``table`` and
+    ``warmup_steps`` are as :func:`arm_throughput` takes them.
 
     Raises:
         BadInput: An arm is not in the table, or the arms have no seed in common.
@@ -177,7 +160,7 @@ def interaction(
         first: arm with one of them.
         second: arm with the other.
         both: arm with both.
-        unit: what units are, in the plural.
+        unit: of :class:`Interaction`.
 
     Raises:
         BadInput: if an arm is missing, or no unit has all four.

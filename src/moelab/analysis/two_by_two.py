@@ -51,36 +51,24 @@ SHAPE_WORDS = {
 class ArmResult:
     """One arm at one shape under one activation checkpointing and one routing; tokens/s per GPU.
 
-    Attributes:
-        tps: median over all timed steps of its first campaign; so are the next four.
-        low: lower quartile.
-        high: upper quartile.
-        passes: median of each pass, in order.
-        steps: how many were timed.
-        ratio: over stock under the same checkpointing in the same campaign, the mean of its campaigns; None where that
-            was not measured.
-        stock: the arm of :data:`STOCK` that the ratio is over, in the first campaign that has both; None without one.
-        code: of moelab, as the rows name it; None of the oldest.
-        best_ratio: over the fastest checkpointing of stock in the same campaign, the mean of its campaigns; None where
-            stock ran under one alone that recomputes, and a faster one is not known.
-        retries: of the allocator in the timed steps of its first campaign; above zero it was short of memory, and its
-            time is one of memory too.
+    Rates, passes, steps and retries are of its first campaign, ratios the mean over campaigns, each over stock in the
+    same one.
     """
 
     shape: str
     activation_checkpoint: str
     routing: str
     arm: str
-    tps: float
-    low: float
+    tps: float  # median over all timed steps
+    low: float  # lower quartile
     high: float
-    passes: tuple[float, ...]
-    steps: int
-    ratio: float | None
-    best_ratio: float | None
-    stock: str | None = None
-    code: str | None = None
-    retries: int = 0
+    passes: tuple[float, ...]  # median of each, in order
+    steps: int  # that were timed
+    ratio: float | None  # over stock under the same checkpointing; None where that was not measured
+    best_ratio: float | None  # over its fastest checkpointing; None where it ran under one alone that recomputes
+    stock: str | None = None  # the arm of STOCK that the ratio is over, in the first campaign that has both
+    code: str | None = None  # of moelab, as the rows name it; None of the oldest
+    retries: int = 0  # of the allocator in the timed steps; above zero it was short of memory
 
     @property
     def label(self) -> str:

@@ -95,14 +95,10 @@ class ArmSeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The verdict on one arm, with every number behind it.
+    """The verdict on one arm, with every number behind it; losses and differences (arm − reference) are in nats.
 
-    Losses and differences (arm − reference, paired by seed) are in nats. ``interval`` lies inside ±``margin_nats`` when
-    the answer is ``equivalent`` and wholly outside when a test made it ``different``. ``decided_by`` is the sentence
-    that decided where no interval did, ``findings`` are those that qualify the answer, ``excluded`` names each run left
-    out and why, and ``settled_by`` says what would turn ``insufficient data`` into an answer. ``arm_diverged`` and
-    ``reference_diverged`` are seeds that diverged in one of the two alone; ``steps`` is the first and last step behind
-    the losses, None for a held-out loss.
+    ``interval`` lies inside ±``margin_nats`` when the answer is ``equivalent`` and wholly outside when a test made it
+    ``different``.
     """
 
     arm: str
@@ -122,16 +118,16 @@ class Verdict:
     t_p: float
     arm_losses: dict[int, float]
     reference_losses: dict[int, float]
-    arm_diverged: tuple[int, ...]
-    reference_diverged: tuple[int, ...]
-    outlying_seeds: tuple[int, ...]
+    arm_diverged: tuple[int, ...]  # and not in the reference
+    reference_diverged: tuple[int, ...]  # and not in the arm
+    outlying_seeds: tuple[int, ...]  # of the reference
     dropped_seeds: tuple[int, ...]
-    decided_by: str
-    findings: tuple[str, ...]
-    excluded: tuple[str, ...]
-    settled_by: str
-    seeds_needed: tuple[int | None, int | None] | None
-    steps: tuple[int, int] | None
+    decided_by: str = ""  # the sentence that decided where no interval did
+    findings: tuple[str, ...] = ()  # sentences that qualify the answer
+    excluded: tuple[str, ...]  # each run left out, and why
+    settled_by: str = ""  # what would turn insufficient data into an answer
+    seeds_needed: tuple[int | None, int | None] | None = None
+    steps: tuple[int, int] | None  # the first and the last behind the losses; None for a held-out loss
 
     @property
     def n_seeds(self) -> int:
@@ -289,30 +285,17 @@ def judge(
         reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
         outlying_seeds=outlying_seeds(base),
         dropped_seeds=dropped,
-        decided_by="",
-        findings=(),
         excluded=tuple(
             f"{name}, {words}" for name, one in both for words in _reasons(one.known, {**one.diverged, **one.lost})
         ),
-        settled_by="",
-        seeds_needed=None,
         steps=steps,
     )
     # What comes first decides, and the rest is told beside it; the interval comes last.
     first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
     findings = [words[0].upper() + words[1:] for _, words in others if words]
     findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
-    settled_by, needed = "", None
-    if first == (Answer.INSUFFICIENT, ""):
-        settled_by, needed = _settled_by(verdict, margin)
-    return replace(
-        verdict,
-        answer=first[0],
-        decided_by=first[1],
-        findings=tuple(findings),
-        settled_by=settled_by,
-        seeds_needed=needed,
-    )
+    verdict = replace(verdict, answer=first[0], decided_by=first[1], findings=tuple(findings))
+    return _settled_by(verdict, margin) if first == (Answer.INSUFFICIENT, "") else verdict
 
 
 def seeds_words(n: int) -> str:
@@ -415,12 +398,13 @@ def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> list[str]:
     return [f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items()]
 
 
-def _settled_by(verdict: Verdict, margin: Margin) -> tuple[str, tuple[int | None, int | None] | None]:
-    """What would turn "insufficient data" into an answer, and how many seeds that would take."""
+def _settled_by(verdict: Verdict, margin: Margin) -> Verdict:
+    """The verdict with what would turn "insufficient data" into an answer, and how many seeds that would take."""
     if verdict.n_seeds < MIN_SEEDS:
-        return f"At least {MIN_SEEDS} common seeds are needed.", None
+        return replace(verdict, settled_by=f"At least {MIN_SEEDS} common seeds are needed.")
     if not margin.exists:
-        return "Give a margin in nats (--margin), or train the reference with different seeds.", None
+        words = "Give a margin in nats (--margin), or train the reference with different seeds."
+        return replace(verdict, settled_by=words)
     zero = "zero is excluded" if verdict.excludes_zero else "zero is not excluded"
     needed = low, high = seeds_needed(
         n_seeds=verdict.n_seeds,
@@ -434,8 +418,8 @@ def _settled_by(verdict: Verdict, margin: Margin) -> tuple[str, tuple[int | None
         seeds = f"{low} to more than {MAX_SEEDS_SEARCHED} common seeds"
     else:
         seeds = f"{low} common seeds" if low == high else f"{low} to {high} common seeds"
-    return (
+    words = (
         f"The interval reaches beyond the margin, and {zero}. {'Were' if verdict.excludes_zero else 'If'} the true "
-        f"difference {'' if verdict.excludes_zero else 'is '}0, {seeds} would show it with {100 * POWER:g} % power.",
-        needed,
+        f"difference {'' if verdict.excludes_zero else 'is '}0, {seeds} would show it with {100 * POWER:g} % power."
     )
+    return replace(verdict, settled_by=words, seeds_needed=needed)

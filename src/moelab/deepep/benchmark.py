@@ -141,14 +141,7 @@ class World:
 
 
 def open_world(device: str, *, init_method: str | None = None, rank: int = -1, ranks: int = -1) -> World:
-    """Join the process group.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
-        init_method: None takes torchrun's variables.
-        rank: of this process, where they are not used.
-        ranks: of all processes, likewise.
-    """
+    """Join the process group, by torchrun's variables or as the arguments say."""
     from torchtitan.distributed.utils import set_spmd_backend
 
     here = torch.device("cpu")
@@ -210,16 +203,7 @@ def make_tokens(size: Size, routing: str, world: World) -> Tokens:
 
 
 class Layer:
-    """An arm's dispatcher and the four operations of one layer, in the order of :data:`OPERATIONS`.
-
-    Args:
-        arm: which dispatcher.
-        size: of the layer.
-        tokens: what is sent.
-        world: the ranks.
-        kernels: of DeepEP.
-        compiled: whether as TorchTitan compiles a layer (``torchtitan/distributed/compile.py`` at 0.3.0).
-    """
+    """An arm's dispatcher and the four operations of one layer, in the order of :data:`OPERATIONS`."""
 
     def __init__(
         self, arm: ExchangeArm, size: Size, tokens: Tokens, world: World, *, kernels: EPKernels, compiled: bool
@@ -240,7 +224,7 @@ class Layer:
             ep_mesh=DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=("ep",))
         )
         self._dispatch, self._combine = self.dispatcher.dispatch, self.dispatcher.combine
-        if compiled:
+        if compiled:  # as TorchTitan 0.3.0 compiles a layer, in ``torchtitan/distributed/compile.py``
             torch._dynamo.config.capture_scalar_outputs = True  # row counts, which only the data know
             torch._dynamo.config.recompile_limit = 64  # the code of a dispatcher serves all arms and sizes
             self._dispatch, self._combine = (
@@ -338,7 +322,7 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
         (x_grad_TD, grad_TD * expected_T1),
         (scores_grad_TK, expected_TK),
     )
-    return max(float((found.float() - expected).norm() / expected.norm()) for found, expected in pairs)
+    return max(float((result.float() - expected).norm() / expected.norm()) for result, expected in pairs)
 
 
 # Time
@@ -458,13 +442,7 @@ def time_group(
 ) -> list[dict[str, Any]]:
     """Check and time the arms of a group; all ranks call it together and get the same rows of the file.
 
-    Args:
-        group: what to time.
-        world: the ranks.
-        kernels: of DeepEP.
-        compiled: as :class:`Layer` takes it.
-        repeats: turns of each arm.
-        until: ``time.monotonic()`` after which no further arm is prepared.
+    No further arm is prepared when ``time.monotonic()`` is past ``until``.
     """
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
     sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
@@ -542,18 +520,9 @@ def run(
     budget_s: float,
     began: float,
 ) -> None:
-    """Time every group that the file does not have yet, and write it after each.
+    """Time every group that the file does not have yet, in their order, and write it after each from the first rank.
 
-    Args:
-        groups: in order.
-        world: the ranks.
-        output: the JSON file, read and written by the first rank.
-        libraries: version of DeepEP, or why it is not here.
-        kernels: of DeepEP.
-        compiled: as :class:`Layer` takes it.
-        repeats: turns of each arm.
-        budget_s: no arm is prepared after this many seconds since ``began``.
-        began: ``time.monotonic()`` of the start.
+    No arm is prepared when more than ``budget_s`` have passed since ``began``, by ``time.monotonic()``.
     """
     report: dict[str, Any] = world.everywhere(_content(world, libraries, compiled, output))[0]
     report["copies"] = report["copies"] or measure_copies(world)

@@ -64,17 +64,11 @@ SMALL = Size(name="small", hidden=256, top_k=4, experts=8, tokens=256)
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeArm:
-    """One way to move tokens.
-
-    Attributes:
-        backend: who moves them.
-        precision: in which tokens are dispatched; the other three operations are in BF16, as in training.
-        sms: streaming multiprocessors that DeepEP may use; 0 takes as many as training does.
-    """
+    """One way to move tokens."""
 
     backend: Backend
-    precision: DispatchPrecision = "bf16"
-    sms: int = 0
+    precision: DispatchPrecision = "bf16"  # of the dispatch; the other three operations are in BF16, as in training
+    sms: int = 0  # streaming multiprocessors that DeepEP may use; 0 takes as many as training does
 
     @property
     def layout(self) -> str:
@@ -113,11 +107,7 @@ def plan(
 ) -> list[ArmGroup]:
     """The groups in the order of importance: the time may end before they do.
 
-    Args:
-        sizes: traffic to measure.
-        routings: of :data:`ROUTINGS`.
-        backends: those that are installed.
-        sms: counts to sweep, in a group of its own at the first size under the first routing.
+    SM counts are swept in a group of their own, at the first size under the first routing.
     """
     base = [ExchangeArm(backend="standard")] if "standard" in backends else []
     sweep: list[ExchangeArm] = []
@@ -134,16 +124,11 @@ def plan(
 
 
 def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
-    """Experts of each token.
+    """Experts of each token, by one of :data:`ROUTINGS`; random ones differ between ranks.
 
-    Args:
-        routing: ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is
-            :func:`moelab.experts.draw_experts`; ``skewed`` draws distinct experts at random by a popularity that
-            falls as a power law and is the same on all ranks. The last stands for a router early in training; it is
-            made up, not learned.
-        size: tokens, experts and top-k.
-        rank: of this process; random tokens differ between ranks.
-        device: of the result.
+    ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is :func:`moelab.experts.draw_experts`;
+    ``skewed`` draws distinct experts at random by a popularity that falls as a power law and is the same on all ranks.
+    The last stands for a router early in training; it is made up, not learned.
 
     Returns:
         int64 ``(T, K)``, distinct in each row.
@@ -168,12 +153,7 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device)
 
 
 def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str, list[int]]:
-    """Rows that this rank's tokens send to each rank, itself included.
-
-    Args:
-        ids_TK: experts of each token, int64 ``(T, K)``.
-        experts: of all ranks; rank ``p`` holds the ``p``-th equal part of them.
-        ranks: expert-parallel ranks.
+    """Rows that this rank's tokens send to each rank, itself included; rank ``p`` holds the ``p``-th part of experts.
 
     Returns:
         ``copies`` with one for each expert of a token, ``once`` with one for each rank of a token's experts.
@@ -201,12 +181,9 @@ def row_bytes(hidden: int, precision: DispatchPrecision) -> int:
 
 
 def traffic(sent_PP: Sequence[Sequence[int]], *, hidden: int, precision: DispatchPrecision) -> dict[str, int | float]:
-    """What one operation moves between ranks; copies to the own rank do not travel.
+    """What one operation moves between ranks, from the rows that rank ``p`` (outer) sends to rank ``q`` (inner).
 
-    Args:
-        sent_PP: rows that rank ``p`` (outer) sends to rank ``q`` (inner), itself included.
-        hidden: elements of a row.
-        precision: of the rows.
+    Copies to the own rank do not travel.
 
     Returns:
         ``physical_bytes`` of the busiest rank, and ``rows_to_others``, the mean of all ranks.

@@ -43,19 +43,12 @@ PHASES = ("forward", "recompute", "backward", "optimizer", "unknown")
 
 
 class Context(NamedTuple):
-    """Where on the host a kernel was launched from.
+    """Where on the host a kernel was launched from."""
 
-    Attributes:
-        op: the innermost operator; empty where it is not known.
-        around: names of all operators and annotations around it, innermost first.
-        phase: one of :data:`PHASES`.
-        layer: number of the layer; -1 where it is not told.
-    """
-
-    op: str = ""
-    around: tuple[str, ...] = ()
-    phase: str = "unknown"
-    layer: int = -1
+    op: str = ""  # the innermost operator; empty where it is not known
+    around: tuple[str, ...] = ()  # names of all operators and annotations around it, innermost first
+    phase: str = "unknown"  # one of PHASES
+    layer: int = -1  # -1 where it is not told
 
 
 _NAMES = {
@@ -84,12 +77,7 @@ def communication(kernel: str) -> str | None:
 
 
 def category(kernel: str, context: Context, collective: Collective | None) -> str:
-    """The part of a step that a kernel belongs to.
-
-    Args:
-        kernel: its name; on a CPU that of an operator.
-        context: that it was launched from.
-        collective: what the profiler says of it, if it is one.
+    """The part of a step that a kernel belongs to; on a CPU, one that an operator belongs to.
 
     Example:
         >>> category("nvjet_sm90_tst_192x192_64x3_1x2_h_bz_coopB_NTN", Context(), None)

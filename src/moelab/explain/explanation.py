@@ -41,17 +41,13 @@ _NONE = np.zeros(0, np.intp)
 
 @dataclass(frozen=True)
 class Communication:
-    """One group's time, ms: all of it, what no compute hides, and what it waited for other ranks.
-
-    ``waiting_ms`` is None where nothing tells; ``from_ranks`` says whether it was seen on several ranks, or estimated
-    from the fastest of the same kind.
-    """
+    """One group's time."""
 
     group: str
     ms: float
-    exposed_ms: float
-    waiting_ms: float | None
-    from_ranks: bool
+    exposed_ms: float  # what no compute hides
+    waiting_ms: float | None  # for other ranks; None where nothing tells
+    from_ranks: bool  # whether that was seen on several ranks, or estimated from the fastest of the same kind
 
     def less(self, ms: float) -> Communication:
         """The group without ``ms`` of exposed waiting."""
@@ -105,60 +101,33 @@ class RankTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A traced step of one rank, explained; see the module for the words.
-
-    Attributes:
-        files: whose traces these are, by name.
-        rank: that is shown.
-        gpu: by the name in the trace; None for a CPU.
-        span_ms: first to last event.
-        busy_ms: any event runs.
-        compute_ms: an event runs that is no communication.
-        communication_ms: communication runs.
-        parts_ms: by category; with exposed communication and idle time by cause they add up to the span.
-        classified: share of kernel time in a category that is not *unknown* or *other*.
-        kernels_ms: sums of durations by category and pass, not of unions.
-        layers_ms: the same by layer and pass; empty where layers are not told.
-        communication: by group.
-        products: matrix products.
-        copies: of memory.
-        gaps: idle time by cause and by what the host did, the longest first.
-        steps: the profiler's, with the span of each, ms.
-        step_count: steps that the figures are of together.
-        ranks: if there are several.
-        unknown: kernels without a category, with ms, the longest first.
-        edge_ms: barriers at the beginning and the end of the trace, which ranks meet at because they are traced.
-        idle_in_layers_ms: idle time that ends with a kernel of a layer.
-        notes: what a reader has to know.
-        timeline: events by start, for figures: ``start, end`` (ms after the first), ``part, phase, name`` (indices
-            into ``labels``), ``layer`` and ``stream``.
-        host_timeline: calls that launch or wait: ``start, end`` as there, ``name``, and ``waits`` (0 or 1).
-        labels: names of parts, passes and kernels.
-    """
+    """A traced step of one rank, explained; see the module for the words."""
 
     files: tuple[str, ...]
     rank: int | None
-    gpu: str | None
+    gpu: str | None  # by the name in the trace; None for a CPU
     span_ms: float
     busy_ms: float
     compute_ms: float
     communication_ms: float
-    parts_ms: dict[str, float]
-    classified: float
-    kernels_ms: dict[str, dict[str, float]]
-    layers_ms: dict[int, dict[str, float]]
+    parts_ms: dict[str, float]  # with exposed communication and idle time by cause they add up to the span
+    classified: float  # share of kernel time in a category that is not *unknown* or *other*
+    kernels_ms: dict[str, dict[str, float]]  # by category and pass: sums of durations, not of unions
+    layers_ms: dict[int, dict[str, float]]  # the same by layer and pass; empty where layers are not told
     communication: tuple[Communication, ...]
     products: tuple[Product, ...]
     copies: tuple[Copies, ...]
-    gaps: tuple[Gaps, ...]
-    steps: tuple[tuple[str, float], ...]
-    step_count: int
-    ranks: tuple[RankTime, ...]
-    unknown: tuple[tuple[str, float], ...]
-    edge_ms: float
-    idle_in_layers_ms: float
+    gaps: tuple[Gaps, ...]  # the longest first
+    steps: tuple[tuple[str, float], ...]  # the profiler's, with the span of each, ms
+    step_count: int  # that the figures are of together
+    ranks: tuple[RankTime, ...]  # if there are several
+    unknown: tuple[tuple[str, float], ...]  # kernels without a category, with ms, the longest first
+    edge_ms: float  # barriers at both ends of the trace, which ranks meet at because they are traced
+    idle_in_layers_ms: float  # that ends with a kernel of a layer
     notes: tuple[str, ...]
+    # Events by start: start and end (ms after the first), part, phase and name (indices into labels), layer, stream.
     timeline: Rows = field(repr=False)
+    # Calls that launch or wait: start and end as there, name, and waits (0 or 1).
     host_timeline: Rows = field(repr=False)
     labels: dict[str, Sequence[str]] = field(repr=False)
 
@@ -236,11 +205,11 @@ class Explanation:
 
 
 class _Met(NamedTuple):
-    """What is kept of each rank: its file, its time, how long each of its collectives took, µs, and its notes."""
+    """What is kept of each rank."""
 
     path: Path
     time: RankTime
-    collectives_us: Mapping[Hashable, float]
+    collectives_us: Mapping[Hashable, float]  # how long each took
     notes: Sequence[str]
 
 

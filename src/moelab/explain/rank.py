@@ -184,23 +184,14 @@ def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[f
 
 
 class Rank:
-    """One rank's events with what they are.
-
-    Attributes:
-        events: those of the chosen step.
-        call: row of the call that launched each event; -1 where none is recorded, as on a CPU.
-        op: row of the operator that each was launched from, or -1.
-        contexts: of each event.
-        category: part of each event.
-        moves_data: whether each communicates.
-        met: time, µs, of each collective by what ranks recognise it by.
-    """
+    """One rank's events, of the chosen step, with what they are: each an element of ``contexts`` and ``category``."""
 
     def __init__(self, trace: Trace, step: int | None) -> None:
         self.trace, self.host = trace, Host(trace)
         self.notes = list(trace.notes)
         self.on_cpu = not len(trace.events)
         self.events = self._cpu_events() if self.on_cpu else trace.events
+        # The row of the call that launched each event; -1 where none is recorded, as on a CPU.
         self.call = _rows_with(trace.calls["correlation"], self.events["correlation"])
         self._choose_step(step)
         self._classify()
@@ -220,6 +211,7 @@ class Rank:
             # NCCL numbers collectives of a group alike on all ranks; other kernels are counted by name
             numbered = collective is not None and collective.order >= 0
             self.key_of[place] = (collective.group, collective.order) if numbered else (name, orders[name])  # type: ignore[union-attr]
+        # The time of each, µs, by what ranks recognise it by.
         self.met = {key: self.us(place) for place, key in self.key_of.items()}
 
     def name(self, place: int) -> str:
@@ -272,6 +264,7 @@ class Rank:
 
     def _classify(self) -> None:
         trace, events = self.trace, self.events
+        # The row of the operator that each was launched from, or -1.
         self.op = events["external"].astype(int) if self.on_cpu else self.host.ops_of(events, self.call)
         launches = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
         calls = trace.calls["name"][self.call] if len(trace.calls) else np.zeros(len(events), int)

@@ -80,34 +80,18 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trace:
-    """One rank's trace; times are in µs.
-
-    Attributes:
-        path: of the file.
-        rank: its global rank; None where neither the file nor its name says.
-        gpu: name of the device that ``events`` ran on, or :data:`UNNAMED_GPU`; None for a CPU.
-        names: of kernels, calls and operators; ``name`` columns are indices.
-        events: what ran on the GPU, by start: ``start, end, name, stream, correlation, external, graph, bytes,
-            collective``.
-        calls: that launch or wait: ``start, end, name, thread, correlation``.
-        ops: operators and annotations, by thread and start: ``start, end, name, thread, external, sequence,
-            forward_thread, shape, annotation``.
-        collectives: that the column of that name is an index of.
-        shapes: operands' dimensions of the products among ``ops``.
-        steps: the profiler's steps, by start: name, start and end on the host.
-        notes: what a reader has to know about the file.
-    """
+    """One rank's trace; times are in µs, and :class:`_Reader` has the columns."""
 
     path: Path
-    rank: int | None
-    gpu: str | None
-    names: Sequence[str]
-    events: Rows
-    calls: Rows
-    ops: Rows
-    collectives: Sequence[Collective]
-    shapes: Sequence[Any]
-    steps: Sequence[tuple[str, float, float]]
+    rank: int | None  # global; None where neither the file nor its name says
+    gpu: str | None  # that events ran on, or UNNAMED_GPU; None for a CPU
+    names: Sequence[str]  # of kernels, calls and operators, which the columns of that name are indices of
+    events: Rows  # what ran on the GPU, by start
+    calls: Rows  # that launch or wait, by thread and start
+    ops: Rows  # operators and annotations, by thread and start
+    collectives: Sequence[Collective]  # which that column of events is an index of
+    shapes: Sequence[Any]  # operands' dimensions of the products among ops
+    steps: Sequence[tuple[str, float, float]]  # the profiler's, by start: name, start and end on the host
     notes: tuple[str, ...]
 
 

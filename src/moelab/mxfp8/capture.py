@@ -37,46 +37,28 @@ _TENSORS = ("x", "w1", "w2", "w3", "grad", "offsets")
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Operands of the experts of one MoE layer at one training step.
+    """Operands of the experts of one MoE layer at one training step, in BF16."""
 
-    Attributes:
-        layer: full name of the layer, such as ``layers.1``.
-        step: training step, from 1.
-        arm: name of the arm that was trained.
-        x: routed input (M, D), BF16; tokens of one expert after those of another.
-        w1: (G, F, D), BF16.
-        w2: (G, D, F), BF16.
-        w3: (G, F, D), BF16.
-        grad: gradient of the experts' output (M, D), BF16; the routing score is in it.
-        offsets: where each expert's tokens end, int32 (G,).
-        tokens_of_experts: tokens of each local expert before anything was cut, int (G or more,).
-    """
-
-    layer: str
-    step: int
+    layer: str  # such as ``layers.1``
+    step: int  # from 1
     arm: str
-    x: torch.Tensor
-    w1: torch.Tensor
-    w2: torch.Tensor
-    w3: torch.Tensor
-    grad: torch.Tensor
-    offsets: torch.Tensor
-    tokens_of_experts: tuple[int, ...]
+    x: torch.Tensor  # routed input (M, D); tokens of one expert after those of another
+    w1: torch.Tensor  # (G, F, D)
+    w2: torch.Tensor  # (G, D, F)
+    w3: torch.Tensor  # (G, F, D)
+    grad: torch.Tensor  # of the experts' output (M, D); the routing score is in it
+    offsets: torch.Tensor  # where each expert's tokens end, int32 (G,)
+    tokens_of_experts: tuple[int, ...]  # of each local expert before anything was cut: G numbers or more
 
 
 def install(model: nn.Module, experiment: Experiment, dump_folder: Path) -> list[str]:
-    """Hook the experts of a model, so that ``capture_step`` leaves its operands in the run directory.
+    """Hook the experts of a model, so that ``capture_step`` leaves its operands in the run directory ``dump_folder``.
 
     Call it once for each model part, after it was parallelised: FSDP's own hooks then run first, and the captured
     weights are whole.
 
-    Args:
-        model: the whole model, or one part of it under pipeline parallelism.
-        experiment: nothing is hooked where its ``capture_step`` is zero.
-        dump_folder: the run directory.
-
     Returns:
-        Names of the layers that will be captured; none on ranks other than the first.
+        Names of the layers that will be captured: none without a ``capture_step``, or on ranks other than the first.
     """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     experts = [(name, module) for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
@@ -165,11 +147,7 @@ def read(path: Path) -> Capture:
 
 
 def captures_of(run: Path) -> list[Path]:
-    """Files of the layers that a run captured, first layer first; :class:`BadInput` if there are none.
-
-    Args:
-        run: a run directory, or any folder above some.
-    """
+    """Files of the layers that runs in or below a folder captured, first layer first; :class:`BadInput` if none did."""
 
     def order(path: Path) -> tuple[Path, int, str]:  # ``layers.10`` comes after ``layers.2``
         number = path.stem.rpartition(".")[2]

@@ -59,8 +59,7 @@ QUANTISED = "moelab.mxfp8.dispatch.quantised"
 def quantised(config: RoutedExperts.Config) -> Any:
     """Swap a layer's standard dispatcher for the quantised one, and its experts for those that take such rows.
 
-    Args:
-        config: routed experts with TorchTitan's standard dispatcher, padded or not; others are left alone.
+    Routed experts with another dispatcher than TorchTitan's standard one, padded or not, are left alone.
 
     Raises:
         BadInput: if the experts are not MXFP8 with their weight gradient in BF16.
@@ -85,19 +84,12 @@ def quantised(config: RoutedExperts.Config) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedDispatchMetadata(LocalDispatchMetadata):
-    """What a dispatch leaves for combine.
+    """What a dispatch leaves for combine."""
 
-    Attributes:
-        place_R: where each row that arrived went in the padded groups, int64.
-        padded: rows of all local experts, padding included: P.
-        sent: rows to each rank.
-        received: rows from each rank.
-    """
-
-    place_R: Tensor
-    padded: int
-    sent: list[int]
-    received: list[int]
+    place_R: Tensor  # where each row that arrived went in the padded groups, int64
+    padded: int  # rows of all local experts, padding included: P
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
 
 
 class QuantisedDispatcher(AllToAllTokenDispatcher):
@@ -168,15 +160,9 @@ def padded_rows(tokens_e: Tensor, alignment: int) -> Tensor:
 
 
 def places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
-    """From the order of arrival, by rank and then expert, to padded groups by expert and then rank.
+    """From the order of arrival, by rank and then expert, to padded groups by expert and then rank: int64 ``(R,)``.
 
-    Args:
-        received_re: rows from each rank for each local expert.
-        rows_e: of each local expert's group, padding included.
-        received: sum of the first, on the host.
-
-    Returns:
-        int64 ``(R,)``.
+    A group has ``rows_e`` rows, padding included; ``received`` is the sum of ``received_re`` on the host.
     """
     # Where the rows from each rank for each expert begin: as they arrive, and in the padded groups.
     arrives_re = received_re.reshape(-1).cumsum(0).view_as(received_re) - received_re

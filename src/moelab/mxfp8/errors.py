@@ -52,27 +52,16 @@ PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorErrors:
-    """What a format does to one tensor.
+    """What a format does to one tensor."""
 
-    Attributes:
-        sqnr_db: energy of the values over energy of their errors, dB; infinite where nothing is lost.
-        worst_blocks_db: SQNR that 5 % of the blocks of 32 stay below, dB; blocks of zeros are left out.
-        saturated_fraction: of all values, those beyond the largest element times their scale.
-        underflow_fraction: of all values, those that are not zero and are stored as zero.
-    """
-
-    sqnr_db: float
-    worst_blocks_db: float
-    saturated_fraction: float
-    underflow_fraction: float
+    sqnr_db: float  # energy of the values over energy of their errors; infinite where nothing is lost
+    worst_blocks_db: float  # SQNR that 5 % of the blocks of 32 stay below; blocks of zeros are left out
+    saturated_fraction: float  # of all values, those beyond the largest element times their scale
+    underflow_fraction: float  # of all values, those that are not zero and are stored as zero
 
 
 def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
     """Cast a tensor along its last axis and hold it against itself.
-
-    Args:
-        x: finite values, not all zero; its last axis a multiple of 32.
-        number_format: what it is cast to.
 
     Raises:
         BadInput: for values that are not finite or all zero, or an axis that cannot be cut into blocks.
@@ -115,11 +104,7 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 
 def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """SQNR of every block of 32 along the last axis, dB.
-
-    Args:
-        x: exact values, last axis a multiple of 32.
-        value: what became of them, same shape.
+    """SQNR of every block of 32 along the last axis, dB, from exact values and what became of them.
 
     Returns:
         float64, one number a block; infinite where nothing is lost, NaN where the block is zero.
@@ -167,21 +152,13 @@ def synthetic(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredNumbers:
-    """32 consecutive numbers as a format stores them: one block of MXFP8, two of NVFP4.
-
-    Attributes:
-        number_format: with which they were cast.
-        values: exact.
-        codes: stored elements, as bits.
-        read_back: what the codes and scales say.
-        scales: of each block: what its elements are multiplied by.
-    """
+    """32 consecutive numbers as a format stores them: one block of MXFP8, two of NVFP4."""
 
     number_format: MX | NVFP4
-    values: tuple[float, ...]
-    codes: tuple[int, ...]
-    read_back: tuple[float, ...]
-    scales: tuple[float, ...]
+    values: tuple[float, ...]  # exact
+    codes: tuple[int, ...]  # stored elements, as bits
+    read_back: tuple[float, ...]  # what the codes and scales say
+    scales: tuple[float, ...]  # of each block: what its elements are multiplied by
 
     @property
     def name(self) -> str:
@@ -226,14 +203,10 @@ class StoredNumbers:
 
 
 def first_numbers(x: torch.Tensor, number_format: MX | NVFP4) -> StoredNumbers:
-    """Cast a tensor, and take the first 32 of its numbers apart.
-
-    Args:
-        x: finite numbers, whole blocks of 32 along the last axis; NVFP4's second scale is that of all of ``x``.
-        number_format: what it is cast to.
+    """Cast a tensor, and take the first 32 of its numbers apart; NVFP4's second scale is that of all of ``x``.
 
     Raises:
-        BadInput: for other numbers or blocks.
+        BadInput: for numbers that are not finite, or a last axis that cannot be cut into blocks of 32.
     """
     require_whole_blocks("the last axis", x.shape[-1])
     _require_finite("the tensor", x)
@@ -269,20 +242,12 @@ def largest_number_errors() -> tuple[list[float], dict[Scaling, list[float]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """A recipe of mixed-precision training.
+    """A recipe of mixed-precision training."""
 
-    Attributes:
-        name: folder-safe.
-        label: for people.
-        operand: format of activations and weights.
-        gradient: format of output gradients.
-        wgrad_in_bf16: whether the weight gradient is left in BF16.
-    """
-
-    name: str
-    label: str
-    operand: Format
-    gradient: Format
+    name: str  # folder-safe
+    label: str  # for people
+    operand: Format  # of activations and weights
+    gradient: Format  # of output gradients
     wgrad_in_bf16: bool = False
 
     def formats(self, product: Product) -> tuple[Format, Format]:
@@ -327,9 +292,7 @@ class ErrorRow(TensorErrors):
 def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = ()) -> list[ErrorRow]:
     """Every tensor by every way to store it, scales along the last axis; methods that cast a tensor alike are one row.
 
-    Args:
-        tensors: by name.
-        gradients: names of those that are gradients, for which a method may have another format.
+    For the tensors named in ``gradients`` a method may have another format.
     """
     rows = []
     for name, x in tensors.items():
@@ -351,22 +314,15 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
 class GroupedGemm:
     """Operands of one weight of the experts.
 
-    Attributes:
-        name: of the weight.
-        x: input (M, K), tokens of one expert after those of another.
-        weight: (G, N, K), one matrix an expert.
-        grad: gradient of the output (M, N).
-        offsets: where each expert's tokens end, int32 (G,).
-
     Raises:
         BadInput: for no tokens, values that are not finite, or K or N that are no whole blocks of 32.
     """
 
-    name: str
-    x: torch.Tensor
-    weight: torch.Tensor
-    grad: torch.Tensor
-    offsets: torch.Tensor
+    name: str  # of the weight
+    x: torch.Tensor  # input (M, K), tokens of one expert after those of another
+    weight: torch.Tensor  # (G, N, K), one matrix an expert
+    grad: torch.Tensor  # of the output (M, N)
+    offsets: torch.Tensor  # where each expert's tokens end, int32 (G,)
 
     def __post_init__(self) -> None:
         if not len(self.x):
@@ -414,17 +370,7 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
 
 
 def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, method: Method) -> torch.Tensor:
-    """One product of cast operands.
-
-    Args:
-        product: which one, for the formats.
-        left: (R, S); S is summed over.
-        right: (C, S).
-        method: formats of both.
-
-    Returns:
-        (R, C), BF16.
-    """
+    """One product of cast operands, of (R, S) and (C, S), which is summed over S: (R, C), BF16."""
     left_format, right_format = method.formats(product)
     # Sums in FP32, rounded once, as tensor cores and torchao's emulation do.
     return (_cast(left, left_format) @ _cast(right, right_format).T).bfloat16()
@@ -453,13 +399,7 @@ def layer_gemms(
 ) -> tuple[GroupedGemm, GroupedGemm, GroupedGemm]:
     """Operands of all nine products of an expert layer ``(silu(x w1ᵀ) * (x w3ᵀ)) w2ᵀ``, as BF16 training has them.
 
-    Args:
-        x: routed input (M, D).
-        w1: (G, F, D).
-        w2: (G, D, F).
-        w3: (G, F, D).
-        grad: gradient of the layer's output (M, D).
-        offsets: where each expert's tokens end, (G,).
+    What it takes is what a :class:`~moelab.mxfp8.capture.Capture` has.
 
     Returns:
         The grouped GEMMs of w1, w3 and w2, in the order of the forward pass.

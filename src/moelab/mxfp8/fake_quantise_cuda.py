@@ -74,13 +74,9 @@ def launch(
     columns_BCR: torch.Tensor | None,
     tile: tuple[int, int, int],
 ) -> None:
-    """Fill ``rows_BRC``, ``columns_BCR`` or both from ``x_BRC``; all BF16 and contiguous.
+    """Fill ``rows_BRC`` in blocks along C, ``columns_BCR`` in blocks along R, or both; all BF16 and contiguous.
 
-    Args:
-        x_BRC: ``(..., R, C)``.
-        rows_BRC: to receive the values quantised in blocks along C.
-        columns_BCR: to receive the values quantised in blocks along R, transposed.
-        tile: rows and columns of a program, multiples of 32 and powers of two, and its warps.
+    A ``tile`` has the rows and columns of a program, multiples of 32 and powers of two, and its warps.
     """
     if not x_BRC.numel():
         return

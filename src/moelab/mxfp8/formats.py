@@ -1,8 +1,8 @@
 """Number formats by torchao's own casts: BF16, FP8 with one scale a tensor or a row, MXFP8 and NVFP4 with one a block.
 
-A format has one operation, :meth:`cast`: it stores a tensor in few bits and expands it again. Scales lie along an
-``axis``, which in a matrix product is the one that is summed over, because only then can a kernel apply them outside
-the sum. So one tensor is cast along different axes for different products.
+A format has one operation, :meth:`cast`: it stores a tensor in few bits and expands it again. Scales lie along the last
+axis, which in a matrix product is the one that is summed over, because only then can a kernel apply them outside the
+sum. So one tensor is cast along different axes, transposed or not, for different products.
 
 MXFP8 is the OCP Microscaling format: 32 consecutive numbers share one scale, a power of two stored as an 8-bit exponent
 (E8M0), and each is stored as E4M3 or E5M2. How the scale follows from the block's largest magnitude is not part of the
@@ -53,23 +53,14 @@ SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
 
 @dataclass(frozen=True, kw_only=True)
 class Element:
-    """A floating-point type of 8 bits or fewer.
-
-    Attributes:
-        name: as people write it.
-        dtype: PyTorch's; of E2M1, which PyTorch has in pairs only, that of a byte for each code.
-        max: largest finite magnitude.
-        emax: exponent of the largest power of two.
-        emin: exponent of the smallest normal number.
-        mantissa_bits: stored bits after the binary point.
-    """
+    """A floating-point type of 8 bits or fewer."""
 
     name: str
-    dtype: torch.dtype
-    max: float
-    emax: int
-    emin: int
-    mantissa_bits: int
+    dtype: torch.dtype  # of E2M1, which PyTorch has in pairs only, that of a byte for each code
+    max: float  # largest finite magnitude
+    emax: int  # exponent of the largest power of two
+    emin: int  # exponent of the smallest normal number
+    mantissa_bits: int  # stored bits after the binary point
 
 
 E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
@@ -80,17 +71,11 @@ ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2, E2M1)}
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """A tensor as a format stores it.
+    """A tensor as a format stores it; each has the tensor's shape."""
 
-    Attributes:
-        values: what is read back, float32, shape of the tensor.
-        stored: the elements, in the format's own type, shape of the tensor.
-        scale: what each element is multiplied by, float32, shape of the tensor.
-    """
-
-    values: torch.Tensor
-    stored: torch.Tensor
-    scale: torch.Tensor
+    values: torch.Tensor  # what is read back, float32
+    stored: torch.Tensor  # the elements, in the format's own type
+    scale: torch.Tensor  # what each element is multiplied by, float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,43 +84,37 @@ class BF16:
 
     max: float = float(torch.finfo(torch.bfloat16).max)
 
-    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Round to bfloat16; ``axis`` makes no difference."""
+    def cast(self, x: torch.Tensor) -> Cast:
+        """Round to bfloat16."""
         stored = x.to(torch.bfloat16)
         return Cast(values=stored.float(), stored=stored, scale=torch.ones_like(x, dtype=torch.float32))
 
 
-@dataclass(frozen=True, kw_only=True)
-class FP8:
-    """8-bit elements under one scale for the whole tensor or for each row, computed from the largest magnitude.
-
-    Attributes:
-        per: what shares a scale; a row's is a power of two, as in torchao's recipe.
-        element: type of the elements.
-    """
-
-    per: Literal["tensor", "row"]
-    element: Element = E4M3
+class _OfElements:
+    element: Element
 
     @property
     def max(self) -> float:
         """Largest magnitude of an element."""
         return self.element.max
 
-    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Scale and round with torchao's float8 functions.
 
-        Args:
-            x: any floating-point tensor.
-            axis: along which a row shares its scale.
-        """
+@dataclass(frozen=True, kw_only=True)
+class FP8(_OfElements):
+    """8-bit elements under one scale for the whole tensor or for each row, computed from the largest magnitude."""
+
+    per: Literal["tensor", "row"]  # a row's scale is a power of two, as in torchao's recipe
+    element: Element = E4M3
+
+    def cast(self, x: torch.Tensor) -> Cast:
+        """Scale and round any floating-point tensor with torchao's float8 functions."""
         granularity = ScalingGranularity.TENSORWISE if self.per == "tensor" else ScalingGranularity.AXISWISE
         wide = x.float()  # torchao scales BF16 in FP32, too
         factor = tensor_to_scale(
             wide,
             self.element.dtype,
             scaling_granularity=granularity,
-            axiswise_dim=axis,
+            axiswise_dim=-1,
             round_scales_to_power_of_2=self.per == "row",
         )
         # torchao's scale is what values are multiplied by to store them; to read them back it divides.
@@ -144,86 +123,63 @@ class FP8:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MX:
-    """Blocks of consecutive 8-bit elements, each block under one power of two; MXFP8 where the block is 32.
-
-    Attributes:
-        scaling: how the scale follows from the block's largest magnitude.
-        element: type of the elements.
-        block: elements that share a scale.
-    """
+class MX(_OfElements):
+    """Blocks of consecutive 8-bit elements, each block under one power of two; MXFP8 where the block is 32."""
 
     scaling: Scaling = "rceil"
     element: Element = E4M3
     block: int = BLOCK
 
-    @property
-    def max(self) -> float:
-        """Largest magnitude of an element."""
-        return self.element.max
-
-    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Quantise with torchao's ``to_mx``; a block with a NaN becomes all NaN.
-
-        Args:
-            x: any floating-point tensor.
-            axis: along which blocks lie; its size is a multiple of the block.
+    def cast(self, x: torch.Tensor) -> Cast:
+        """Quantise a floating-point tensor with torchao's ``to_mx``; a block with a NaN becomes all NaN.
 
         Raises:
-            NotWholeBlocks: if it is not.
+            NotWholeBlocks: if the last axis is not a multiple of the block.
 
         Example:
             >>> MX().cast(torch.full((1, 32), 1.1)).values[0, 0].item()
             1.125
         """
-        require_whole_blocks("the axis", x.shape[axis], self.block)
-        moved = x.float().movedim(axis, -1).contiguous()  # to_mx cuts blocks along the last axis of memory
-        e8m0, stored = to_mx(moved, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
+        require_whole_blocks("the axis", x.shape[-1], self.block)
+        wide = x.float().contiguous()  # to_mx cuts blocks along the last axis of memory
+        e8m0, stored = to_mx(wide, self.element.dtype, self.block, ScaleCalculationMode(self.scaling))
         values = to_dtype(stored, e8m0, self.element.dtype, self.block, torch.float32)
         # E8M0 is an exponent; as a number it is a power of two, in FP32.
         scale = get_fp_scale(e8m0).repeat_interleave(self.block, dim=-1)
-        return Cast(values=values.movedim(-1, axis), stored=stored.movedim(-1, axis), scale=scale.movedim(-1, axis))
+        return Cast(values=values, stored=stored, scale=scale)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4:
+class NVFP4(_OfElements):
     """Blocks of 16 consecutive E2M1 elements under an E4M3 scale each, and an FP32 scale for the whole tensor."""
 
     element: Element = E2M1
     block: int = NVFP4_BLOCK
 
-    @property
-    def max(self) -> float:
-        """Largest magnitude of an element."""
-        return self.element.max
+    def cast(self, x: torch.Tensor) -> Cast:
+        """Quantise a floating-point tensor with torchao's ``nvfp4_quantize``.
 
-    def cast(self, x: torch.Tensor, axis: int = -1) -> Cast:
-        """Quantise with torchao's ``nvfp4_quantize``; a NaN or an infinity makes the whole tensor NaN.
-
-        Args:
-            x: any floating-point tensor. One whose largest magnitude is below ``NVFP4_LEAST_AMAX``, for which torchao
-                divides by zero, becomes zeros.
-            axis: along which blocks lie; its size is a multiple of the block.
+        A NaN or an infinity makes the whole tensor NaN. One whose largest magnitude is below ``NVFP4_LEAST_AMAX``, for
+        which torchao divides by zero, becomes zeros.
 
         Raises:
-            NotWholeBlocks: if it is not.
+            NotWholeBlocks: if the last axis is not a multiple of the block.
 
         Example:
             >>> NVFP4().cast(torch.tensor([6.0, 2.4] * 8)[None]).values[0, :2].tolist()
             [6.0, 2.0]
         """
-        require_whole_blocks("the axis", x.shape[axis], self.block)
-        moved = x.float().movedim(axis, -1).contiguous()
-        amax = moved.abs().max()
+        require_whole_blocks("the axis", x.shape[-1], self.block)
+        wide = x.float().contiguous()
+        amax = wide.abs().max()
         # With a scale of 1 such small numbers round to zero; torchao's would be infinite.
         outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, per_tensor_amax_to_scale(amax))
-        inner, packed = nvfp4_quantize(moved.view(-1, moved.shape[-1]), self.block, outer)
+        inner, packed = nvfp4_quantize(wide.view(-1, wide.shape[-1]), self.block, outer)
         # torchao stores two codes in a byte.
-        codes = unpack_uint4(packed).view(moved.shape)
+        codes = unpack_uint4(packed).view(wide.shape)
         # What an element is multiplied by is the product of both scales.
-        scale = (outer * inner.float()).repeat_interleave(self.block, dim=-1).view(moved.shape)
-        values = f4_unpacked_to_f32(codes) * scale
-        return Cast(values=values.movedim(-1, axis), stored=codes.movedim(-1, axis), scale=scale.movedim(-1, axis))
+        scale = (outer * inner.float()).repeat_interleave(self.block, dim=-1).view(wide.shape)
+        return Cast(values=f4_unpacked_to_f32(codes) * scale, stored=codes, scale=scale)
 
 
 Format = BF16 | FP8 | MX | NVFP4

@@ -117,12 +117,7 @@ Name = TypeVar("Name", bound=str)
 def interleaved(
     alternatives: Mapping[Name, Work], device: torch.device, *, repeats: int
 ) -> dict[Name, dict[str, Spread]]:
-    """Time alternatives in turns.
-
-    Args:
-        alternatives: what to time, by name.
-        device: that they run on.
-        repeats: turns that count, at least 2; ``WARM_UP`` come before them.
+    """Time alternatives in turns, of which ``repeats``, at least 2, count; ``WARM_UP`` come before them.
 
     Returns:
         For each alternative, the spread of each part that it marks and of the ``total``.
@@ -187,19 +182,12 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Operands:
-    """Inputs of one grouped product, BF16.
-
-    Attributes:
-        a_MK: rows, (M, K).
-        b_GNK: weights, (G, N, K).
-        grad_MN: gradient of the output, (M, N).
-        offsets_G: int32, the row after each group's last.
-    """
+    """Inputs of one grouped product, BF16: rows, weights, and the gradient of the output."""
 
     a_MK: torch.Tensor
     b_GNK: torch.Tensor
     grad_MN: torch.Tensor
-    offsets_G: torch.Tensor
+    offsets_G: torch.Tensor  # int32, the row after each group's last
 
     @property
     def flops(self) -> int:
@@ -263,14 +251,9 @@ def time_case(
     compiled: bool = True,
     failed: Callable[[GroupedPrecision, Exception], None],
 ) -> Iterator[dict[str, Any]]:
-    """Time one case in several precisions that take turns.
+    """Time one case in several precisions that take turns, each padded to the rows that its kernels need.
 
-    Args:
-        case: what to multiply.
-        precisions: in which; each is padded to the rows that its kernels need.
-        device: where.
-        compiled: through ``torch.compile``, as in training.
-        failed: called with a precision that does not run; the others are timed without it.
+    ``failed`` is called with a precision that does not run; the others are timed without it.
 
     Yields:
         A row for each precision and pass (``forward``, ``backward``, ``forward+backward``).
@@ -309,21 +292,12 @@ def time_case(
 
 
 class Component(NamedTuple):
-    """One kernel call.
+    """One kernel call."""
 
-    Attributes:
-        name: what it does.
-        direction: the product that needs it.
-        kind: what it is.
-        size: bytes that a cast cannot avoid (two read and one written for each element), or the FLOPs of a GEMM; 0
-            where neither says anything.
-        call: runs it.
-    """
-
-    name: str
-    direction: Direction
+    name: str  # what it does
+    direction: Direction  # the product that needs it
     kind: Literal["quantise", "scales", "gemm"]
-    size: int
+    size: int  # bytes that a cast cannot avoid, or the FLOPs of a GEMM; 0 where neither says anything
     call: Callable[[], object]
 
 

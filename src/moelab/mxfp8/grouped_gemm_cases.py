@@ -40,19 +40,14 @@ SEED = 20261101
 class Case:
     """One grouped product.
 
-    Attributes:
-        m: rows of all groups together, before padding.
-        n: output features.
-        k: input features.
-        groups: local experts.
-        sizes: ``even``; ``random``, one multinomial draw with equal chances, as balanced routing gives; ``skewed``,
-            chances drawn from a Dirichlet distribution first, as a router that prefers some experts gives.
+    Group sizes are ``even``; ``random``, one multinomial draw with equal chances, as balanced routing gives; or
+    ``skewed``, chances drawn from a Dirichlet distribution first, as a router that prefers some experts gives.
     """
 
-    m: int
-    n: int
-    k: int
-    groups: int
+    m: int  # rows of all groups together, before padding
+    n: int  # output features
+    k: int  # input features
+    groups: int  # local experts
     sizes: Sizes = "even"
 
     def __post_init__(self) -> None:
@@ -118,12 +113,7 @@ def require_divisible(case: Case, precision: GroupedPrecision) -> None:
 def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
     """Rows of each group; the draw is the same for every block, so that all pad the same routing.
 
-    Args:
-        case: ``m`` and ``groups``, and how rows are spread over them.
-        block: each group is padded up to a multiple of it; an empty group stays empty.
-
-    Returns:
-        ``groups`` numbers; they add up to ``m`` before padding.
+    Each group is padded up to a multiple of ``block``; an empty group stays empty.
 
     Example:
         >>> group_sizes(Case(m=10, n=32, k=32, groups=3))

@@ -25,23 +25,14 @@ SHAPE = ["m", "n", "k", "groups", "sizes"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedGemmResult:
-    """One file.
+    """One file."""
 
-    Attributes:
-        stamp: where the figures come from, for a figure's title: ``measured on …, date, versions``.
-        rows: a row for each case, precision and pass; times in µs.
-        components: a row for each kernel of a case; may be empty.
-    """
-
-    stamp: str
-    rows: pd.DataFrame
-    components: pd.DataFrame
+    stamp: str  # where the figures come from, for a figure's title: ``measured on …, date, versions``
+    rows: pd.DataFrame  # for each case, precision and pass; times in µs
+    components: pd.DataFrame  # a row for each kernel of a case; may be empty
 
     def speedups(self, precision: str) -> pd.DataFrame:
-        """Times of forward and backward beside those of BF16.
-
-        Args:
-            precision: to hold against BF16.
+        """Times of forward and backward in a precision beside those of BF16.
 
         Returns:
             A row for each case that has both: its shape, ``bf16_us``, ``low_us``, their rates, and ``speedup``.

@@ -66,11 +66,7 @@ class NotWholeBlocks(BadInput):
 def require_whole_blocks(what: str, size: int, block: int = BLOCK, *, or_none: bool = False) -> None:
     """Check that a dimension can be cut into blocks.
 
-    Args:
-        what: name of the dimension.
-        size: of it.
-        block: values of a block.
-        or_none: whether 0 will do, as along tokens: no token may have chosen a rank's experts.
+    Along tokens 0 will do, too (``or_none``), because no token may have chosen a rank's experts.
 
     Raises:
         NotWholeBlocks: naming the dimension and the nearest sizes that can.
@@ -93,10 +89,7 @@ def quantise(x: torch.Tensor, precision: Precision8) -> tuple[torch.Tensor, torc
 
 
 def quantise_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to MXFP8 in blocks along the last dimension.
-
-    Args:
-        x: BF16, ``(..., D)``, D a multiple of 32.
+    """Quantise BF16 ``(..., D)`` to MXFP8 in blocks along the last dimension.
 
     Returns:
         E4M3 ``(..., D)``, and the biased exponents of the scales, uint8 ``(..., D / 32)``: E8M0's bits in a dtype that
@@ -118,10 +111,7 @@ def quantise_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise to FP8 with one scale for each row.
-
-    Args:
-        x: BF16, ``(..., D)``.
+    """Quantise BF16 ``(..., D)`` to FP8 with one scale for each row.
 
     Returns:
         E4M3 ``(..., D)``, and what each row is multiplied by to expand it, float32 ``(..., 1)``: the reciprocal of
@@ -177,10 +167,7 @@ def _reciprocals(exponents: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moelab::fake_quantise_rows", mutates_args=(), device_types="cpu")
 def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
-    """Quantise to MXFP8 in blocks along the last dimension, and expand again.
-
-    Args:
-        x: BF16, ``(..., C)``, C a multiple of 32.
+    """Quantise BF16 ``(..., C)`` to MXFP8 in blocks along the last dimension, and expand again.
 
     Returns:
         BF16, ``(..., C)``, contiguous: the values of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)`` times its scales.
@@ -194,13 +181,10 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moelab::fake_quantise_columns", mutates_args=(), device_types="cpu")
 def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
-    """Quantise to MXFP8 in blocks along the last dimension but one, expand again, and transpose.
+    """Quantise BF16 ``(..., R, C)`` to MXFP8 in blocks along the last dimension but one, expand again, and transpose.
 
     A GEMM whose contraction runs over the rows (wgrad over tokens, dgrad over a weight's outputs) needs blocks there,
     and the layout of the result is the one in which torchao gives that operand to the GEMM.
-
-    Args:
-        x_BRC: BF16, ``(..., R, C)``, R a multiple of 32.
 
     Returns:
         BF16, ``(..., C, R)``, contiguous.

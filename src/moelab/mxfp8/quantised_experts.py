@@ -70,18 +70,14 @@ from moelab.mxfp8.quantise import (
 
 
 class QuantisedRows(NamedTuple):
-    """Rows as a dispatch in 8 bits delivers them.
+    """Rows as a dispatch in 8 bits delivers them; padding rows have data 0 and any finite scale.
 
-    Attributes:
-        place_RD: BF16 of one element in memory; receives the gradient (see :func:`place`).
-        data_RD: E4M3.
-        scales_RS: MXFP8: the scales' biased exponents, ``(R, D / 32)`` bytes in any dtype (uint8, E8M0, or int32 with
-            four of them). FP8: float32 ``(R, 1)``, a power of two that the row is multiplied by to expand it. Padding
-            rows have data 0 and any finite scale.
+    MXFP8's scales are their biased exponents, ``(R, D / 32)`` bytes in any dtype (uint8, E8M0, or int32 with four of
+    them); FP8's float32 ``(R, 1)``, a power of two that the row is multiplied by to expand it.
     """
 
-    place_RD: Tensor
-    data_RD: Tensor
+    place_RD: Tensor  # BF16 of one element in memory; receives the gradient (see :func:`place`)
+    data_RD: Tensor  # E4M3
     scales_RS: Tensor
 
 
@@ -126,16 +122,10 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
         def forward(
             self, rows: Tensor | QuantisedRows, num_tokens_per_expert_e: Tensor, scores_R: Tensor | None = None
         ) -> Tensor:
-            """SwiGLU of every row by its expert, times the row's score if there are scores.
+            """SwiGLU of every row by its expert, times the row's score if there are scores: BF16 ``(R, D)``.
 
-            Args:
-                rows: in expert-major order, BF16 or as they arrived; each expert's group padded to what the kernels
-                    need.
-                num_tokens_per_expert_e: rows of each local expert, padding included.
-                scores_R: float32; 0 for padding.
-
-            Returns:
-                BF16 ``(R, D)``.
+            Rows are in expert-major order, BF16 or as they arrived; each expert's group, and so its count, is padded
+            to what the kernels need. Scores are float32, 0 for padding.
             """
             # Plain tensors: moelab's operators know no DTensor, and the products are of this rank's experts alone.
             w1_eFD, w3_eFD, w2_eDF = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
@@ -149,11 +139,8 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
 def require_bf16_wgrad(experts: Any) -> None:
     """Refuse to send MXFP8 rows to experts that would have to cast them again for their weight gradient.
 
-    Args:
-        experts: configuration of a layer's experts.
-
     Raises:
-        BadInput: unless they are MXFP8 with their weight gradient in BF16.
+        BadInput: unless this configuration of experts is MXFP8 with the weight gradient in BF16.
     """
     wgrad = getattr(experts, "wgrad", None)
     if wgrad == "bf16" and hasattr(experts, "kernels"):
@@ -176,14 +163,8 @@ def expert_rows(
 ) -> Tensor:
     """Experts' outputs, BF16 ``(R, D)``; differentiable in the rows (or their place), the weights and the scores.
 
-    Args:
-        rows: in expert-major order, BF16 ``(R, D)`` or quantised.
-        w1_eFD: of the gate; BF16 and contiguous, as the other two.
-        w3_eFD: of the factor beside the gate.
-        w2_eDF: of the product that follows.
-        ends_e: int32, where each expert's rows end.
-        scores_R: float32 factors of the hidden activation, or None.
-        arithmetic: a key of ``ARITHMETIC``.
+    Rows are in expert-major order, BF16 ``(R, D)`` or quantised, and end at ``ends_e``, int32; weights are BF16 and
+    contiguous; scores are float32 factors of the hidden activation; ``arithmetic`` is a key of ``ARITHMETIC``.
     """
     x_RD, data_RD, scales_RS = (rows, None, None) if isinstance(rows, Tensor) else rows
     return _ExpertRows.apply(x_RD, data_RD, scales_RS, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, arithmetic)

@@ -292,28 +292,22 @@ def _study_tables(judged: Report) -> Iterator[Any]:
             _seed_name(run.seed),
             run.status.in_words(),
             run.last_step,
-            judged.final_loss(run),
+            judged.final.by_run.get((run.arm, seed), math.nan) if run.finished else math.nan,
             run.validation_loss,
-            medians.get((run.arm, -1 if run.seed is None else run.seed), math.nan),  # no seed is -1
+            medians.get((run.arm, seed), math.nan),
             float(run.rows["memory_gib"].max()),
             run.environment.machine if run.environment else "unknown",
         ]
         for run in judged.runs
+        for seed in [-1 if run.seed is None else run.seed]  # no seed is -1
     ]
     names = ["arm", "seed", "status", "steps", "final loss, nats", "held-out loss, nats", tps, memory, "machine"]
     yield Table(title="Runs", columns=names, rows=rows, decimals={tps: 0, memory: 2})
     rows = []
     for one in judged.not_judged:
         state = str(one.collected.status.state) if one.collected else "unknown"
-        rows.append(
-            [
-                arm_label(one.arm) if one.arm else None,
-                _seed_name(one.seed),
-                one.run.rsplit("/", 1)[-1],
-                state,
-                one.reason,
-            ]
-        )
+        arm, run_name = arm_label(one.arm) if one.arm else None, one.run.rsplit("/", 1)[-1]
+        rows.append([arm, _seed_name(one.seed), run_name, state, one.reason])
     names = ["arm", "seed", "run", "status", "reason"]
     # "none" in an empty table says that nothing was left out.
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])

@@ -61,28 +61,17 @@ class NothingToJudge(MoelabError):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Sides and what they say, the first being what the others are held against.
+    """Sides and what they say, the first being what the others are held against."""
 
-    Attributes:
-        sides: at least one; of a study its arms, the reference's first.
-        study: name of the study that the sides are the arms of; None for runs side by side.
-        not_judged: every run of ours at the paths that is in no side.
-        discovery_notes: what a reader should know of the folders.
-        final_fraction: part of the steps that a final loss or difference is a mean of.
-        margin_nats: equivalence margin that was given, or None.
-        margin_cap_nats: what a margin may be at most, or None for 1 % of the reference's mean loss.
-        dropped_seeds: seeds that are left out of every side.
-    """
-
-    sides: tuple[Side, ...]
-    study: str | None = None
-    paths: tuple[Path, ...] = ()
-    not_judged: tuple[NotJudged, ...] = ()
-    discovery_notes: tuple[str, ...] = ()
-    final_fraction: float = 0.1
-    margin_nats: float | None = None
-    margin_cap_nats: float | None = None
-    dropped_seeds: Sequence[int] = ()
+    sides: tuple[Side, ...]  # at least one; of a study its arms, the reference's first
+    study: str | None = None  # that the sides are the arms of; None for runs side by side
+    paths: tuple[Path, ...]
+    not_judged: tuple[NotJudged, ...]  # every run of ours at the paths that is in no side
+    discovery_notes: tuple[str, ...]  # what a reader should know of the folders
+    final_fraction: float = 0.1  # of the steps, that a final loss or difference is a mean of
+    margin_nats: float | None = None  # None derives it from the reference's seeds
+    margin_cap_nats: float | None = None  # None is 1 % of the reference's mean loss
+    dropped_seeds: Sequence[int] = ()  # from every side
 
     def __post_init__(self) -> None:
         first_final_step(1, self.final_fraction)  # refuses a part of nothing now, and not when a loss is asked for
@@ -339,12 +328,6 @@ class Report:
         # An unknown machine is not taken for one with GPUs.
         on_gpus = all(run.environment is not None and run.environment.gpus for run in self.finished)
         return "per GPU" if on_gpus else "per rank"
-
-    def final_loss(self, run: Collected) -> float:
-        """Final smoothed loss of a finished run, in nats; NaN for one that did not finish."""
-        if not run.finished or run.seed is None:
-            return math.nan
-        return self.final.by_run.get((run.arm, run.seed), math.nan)
 
     @cached_property
     def final(self) -> FinalLosses:

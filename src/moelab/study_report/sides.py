@@ -37,19 +37,13 @@ Seeds = dict[tuple[str, int], str]
 
 @dataclass(frozen=True, kw_only=True)
 class NotJudged:
-    """A run that is not judged.
-
-    Attributes:
-        arm: empty if nothing says it.
-        seed: None if nothing says it.
-        collected: what it left; None if its record cannot be read.
-    """
+    """A run that is not judged."""
 
     run: str
-    arm: str
-    seed: int | None
+    arm: str  # empty if nothing says it
+    seed: int | None  # None if nothing says it
     reason: str
-    collected: Collected | None = None
+    collected: Collected | None = None  # what it left; None if its record cannot be read
 
     @classmethod
     def of(cls, run: Collected) -> NotJudged:

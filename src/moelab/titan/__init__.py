@@ -9,9 +9,9 @@ import warnings
 from moelab.machine import TESTED, is_tested, version
 
 _OTHERS = [
-    f"{name} {found} (tested: {TESTED[name]})"
+    f"{name} {release} (tested: {TESTED[name]})"
     for name in ("torchtitan", "torchao")
-    if (found := version(name)) and not is_tested(name, found)
+    if (release := version(name)) and not is_tested(name, release)
 ]
 if _OTHERS:
     warnings.warn(

@@ -140,9 +140,6 @@ def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
     A configuration depends on the GPU in a few places: which MXFP8 kernels exist, whether FP8 experts are allowed, who
     pads the experts' groups. Torch, torchao 0.18 and TorchTitan 0.3.0 query the device and take no argument for it.
 
-    Args:
-        capability: such as ``(10, 0)`` for a B200 or ``(9, 0)`` for an H100.
-
     >>> with assume_gpu((9, 0)):
     ...     torch.cuda.get_device_capability()
     (9, 0)
@@ -168,22 +165,16 @@ def _require_no_gpus(experiment: Experiment) -> None:
     Raises:
         Refused: if nvidia-smi fails, or lists GPUs that PyTorch does not see.
     """
-    if experiment.hardware != "cpu" and (found := gpus()):
+    if experiment.hardware != "cpu" and (listed := gpus()):
         raise Refused(
-            f"nvidia-smi lists {len(found)} × {found[0].name} (driver {found[0].driver}), but PyTorch "
+            f"nvidia-smi lists {len(listed)} × {listed[0].name} (driver {listed[0].driver}), but PyTorch "
             f"{torch.__version__} sees no CUDA device: it was built without CUDA, or for a newer driver. Install a "
             "matching PyTorch or driver, or train on the processor with hardware=cpu"
         )
 
 
 def trainer_config(experiment: Experiment) -> Trainer.Config:
-    """Translate an experiment, and prepare this process for it: its device, its corpus, its kernels.
-
-    Args:
-        experiment: one arm at one seed; the functions that TorchTitan calls have checked that it is legal.
-
-    Returns:
-        The whole configuration of TorchTitan's trainer.
+    """Translate a legal experiment, and prepare this process for it: its device, its corpus, its kernels.
 
     Raises:
         Refused: if this machine lacks the kernels that the arm asks for by name.

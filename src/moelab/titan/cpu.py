@@ -98,11 +98,6 @@ def initialise_whole(module: Module, name: str, parameter: nn.Parameter) -> None
 
     All ranks of a pipeline stage have the same seed, so they draw the same tensor, and the initial weights do not
     depend on the number of ranks.
-
-    Args:
-        module: TorchTitan's, whose ``param_init`` has an initialiser for the parameter.
-        name: of the parameter in the module.
-        parameter: written in place.
     """
     if not isinstance(parameter, DTensor):
         _init_param(module, name, parameter)
@@ -217,16 +212,8 @@ def dense_attention_mask(
 ) -> torch.Tensor:
     """The mask of FlexAttention's ``mask_mod`` as a dense tensor instead of compiled blocks.
 
-    Args:
-        mask_mod: as FlexAttention takes it: ``(b, h, q_idx, kv_idx)`` to a boolean, broadcasting.
-        B: batch size.
-        H: heads; TorchTitan's masks do not depend on the head.
-        q_len: number of queries.
-        kv_len: number of keys.
-        device: where the positions are.
-
     Returns:
-        Boolean ``(B, 1, q_len, kv_len)``, True where a query may look.
+        Boolean ``(B, 1, q_len, kv_len)``, True where a query may look; TorchTitan's masks do not depend on the head.
     """
     b = torch.arange(B, device=device).view(B, 1, 1, 1)
     h = torch.zeros((1, 1, 1, 1), dtype=torch.long, device=device)

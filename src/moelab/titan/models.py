@@ -63,13 +63,10 @@ a step of three MoE layers 1.8 % less than with ``FLEX_TILES`` (``one_h200_steps
 def model_spec(
     model: str, *, ep_backend: str, attention_backend: str = "flex", shape: ModelShape | None = None
 ) -> ModelSpec:
-    """TorchTitan's specification of a model.
+    """TorchTitan's specification of a model: ``nano``, ``debug``, ``16B`` or ``671B``.
 
-    Args:
-        model: ``nano``, ``debug``, ``16B`` or ``671B``.
-        ep_backend: TorchTitan's name of the token dispatcher, such as ``standard``.
-        attention_backend: TorchTitan's name, or ``flex_tiles``.
-        shape: dimensions instead of the model's own; other settings stay.
+    Backends have TorchTitan's names; attention can also be ``flex_tiles``. A ``shape`` takes the place of the model's
+    own dimensions; its other settings stay.
 
     Raises:
         Refused: for grouped-query attention, which TorchTitan's DeepSeek-V3 does not have.

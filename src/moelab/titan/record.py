@@ -26,14 +26,9 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     The first rank of each pipeline stage writes one file; a stage may consist of several parts, and a resumed job
     builds it again.
 
-    Args:
-        model: the whole model, or one part of it under pipeline parallelism.
-        dump_folder: the run directory.
-        kernels: ``native`` or ``emulated``.
-        stages: pipeline-parallel degree.
-
     Raises:
-        NothingConverted: if the whole model has no such module. A part may have none: its layers may be dense.
+        NothingConverted: if a whole model has no such module. A part of one (of more than one of the pipeline's
+            ``stages``) may have none: its layers may be dense.
     """
     names = converted_modules(model)
     if not names and stages == 1:
@@ -49,10 +44,7 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
 def record_dispatcher(model: nn.Module, dump_folder: Path, *, stages: int) -> None:
     """Record what moves the tokens of the built model, and whether it is DeepEP itself or its stand-in.
 
-    Args:
-        model: the whole model, or one part of it under pipeline parallelism; a part of dense layers has none.
-        dump_folder: the run directory.
-        stages: pipeline-parallel degree.
+    Under pipeline parallelism (more than one of ``stages``) a part of dense layers has none.
     """
     layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
     if (layer := next(layers, None)) and _first_of_stage(stages):
@@ -71,9 +63,6 @@ def record_expert_load(trainer: Any) -> None:
 
     TorchTitan 0.3.0 counts them on each rank; before each optimizer step it sums and clears the counts, to balance the
     load. Just before that, all ranks sum them over the same process groups, and rank 0 writes.
-
-    Args:
-        trainer: a built TorchTitan trainer.
     """
     blocks = {
         int(name): block

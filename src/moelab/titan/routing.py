@@ -57,11 +57,8 @@ class RandomBalancedRouter(TokenChoiceTopKRouter):
     def _debug_force_load_balance_routing(self, scores_BLE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw experts, where TorchTitan's forced balance takes them in order.
 
-        Args:
-            scores_BLE: the gate's scores of this rank's tokens.
-
         Returns:
-            Expert ids ``(B, L, K)``, int64, and their scores ``(B, L, K)``.
+            Expert ids ``(B, L, K)``, int64, and the gate's scores of them ``(B, L, K)``.
         """
         B, L, E = scores_BLE.shape
         ids_BLK = draw_experts(B * L, E, self.top_k, rank=self.rank, device=scores_BLE.device).view(B, L, self.top_k)
@@ -72,15 +69,10 @@ class RandomBalancedRouter(TokenChoiceTopKRouter):
     target=TokenChoiceTopKRouter.Config, exact=True, description="experts drawn at random, with equal load on each"
 )
 def random_balanced(config: TokenChoiceTopKRouter.Config, *, fp32_gate: bool = False) -> RandomBalancedRouter.Config:
-    """Swap the router for :class:`RandomBalancedRouter`, keeping its gate, scores and scaling.
-
-    Args:
-        config: the router.
-        fp32_gate: also apply ``moelab.titan.cpu.fp32_gate``: TorchTitan 0.3.0 refuses two overrides of which one
-            claims a part of what the other claims.
-    """
+    """Swap the router for :class:`RandomBalancedRouter`, keeping its gate, scores and scaling."""
     if not fp32_gate:
         return derive(config, RandomBalancedRouter.Config)
+    # Here too, because TorchTitan 0.3.0 refuses two overrides of which one claims a part of what the other claims.
     from moelab.titan import cpu
 
     return derive(config, RandomBalancedRouter.Config, gate=cpu.fp32_gate(config.gate))

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.tools.logging import logger
 
 from moelab.privacy import shareable
@@ -44,13 +44,9 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 class StepTracer:
-    """Traces one step of one rank.
+    """Traces one step, from 2 on, of one rank.
 
-    Args:
-        step: to trace, from 2.
-        rank: global rank of this process.
-        run: the run directory.
-        memory_snapshot: also record what CUDA's allocator holds and does during the step.
+    With ``memory_snapshot`` it also records what CUDA's allocator holds and does during the step.
     """
 
     def __init__(self, step: int, rank: int, run: Path, *, memory_snapshot: bool) -> None:
@@ -64,7 +60,8 @@ class StepTracer:
         """Context of each training step."""
         if step in (self._step - 1, self._step) and self._trace is None:  # the latter after a restart just before it
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=self._action, record_shapes=True)
+            only = schedule(wait=0, warmup=self._step, active=1, repeat=1)
+            trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=only, record_shapes=True)
             trace.step_num = self._step - 1  # so that the annotation is ProfilerStep#<step>
             trace.start()
             self._trace = trace
@@ -84,12 +81,6 @@ class StepTracer:
             torch.cuda.synchronize()  # the step's kernels belong into its trace
         self._keep(time.perf_counter() - start)
         self._trace = None
-
-    def _action(self, number: int) -> ProfilerAction:
-        """Warm up until the step, and record it."""
-        if number == self._step:
-            return ProfilerAction.RECORD_AND_SAVE
-        return ProfilerAction.WARMUP if number < self._step else ProfilerAction.NONE
 
     def _keep(self, step_s: float) -> None:
         """Write what was recorded; training continues even if that fails."""

@@ -32,11 +32,7 @@ CHILD = "moelab.titan.verify_rank"
 
 
 def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[str, Any]:
-    """Build some ranks of an experiment, and report what they hold.
-
-    Args:
-        experiment: one arm, on a cluster of any size.
-        ranks: global ranks to build; by default the first of every pipeline rank.
+    """Build some global ranks of an experiment, by default the first of every pipeline rank; report what they hold.
 
     Returns:
         ``seconds``, ``world_size``, ``gpu`` (what it was configured for), ``total_parameters``, ``spmd_backend``,
@@ -50,7 +46,9 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         Refused: with TorchTitan's own words, if it does not build.
     """
     started = time.monotonic()
-    chosen = list(ranks) if ranks is not None else first_ranks(experiment)
+    # The pipeline is TorchTitan's outermost axis.
+    firsts = range(0, experiment.world_size, experiment.world_size // experiment.pp)
+    chosen = list(firsts if ranks is None else ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
         raise BadInput(f"rank {wrong[0]} does not exist here; valid ranks are 0 to {experiment.world_size - 1}")
     capability = gpu_of(experiment.hardware).capability or CAPABILITY
@@ -66,17 +64,12 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
     return {"seconds": round(time.monotonic() - started, 1), "world_size": experiment.world_size, **answer}
 
 
-def first_ranks(experiment: Experiment) -> list[int]:
-    """The first global rank of every pipeline rank; the pipeline is TorchTitan's outermost axis."""
-    return [rank * (experiment.world_size // experiment.pp) for rank in range(experiment.pp)]
-
-
 def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here must not answer for the one that is assumed
         "HF_HUB_OFFLINE": "1",  # nothing is downloaded to count parameters
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # ranks are built side by side, one to a core
     }
     done = subprocess.run(
         [sys.executable, "-m", CHILD],

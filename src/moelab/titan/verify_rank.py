@@ -93,13 +93,7 @@ def _answer(connection: Connection, experiment: Experiment, capability: tuple[in
 
 
 def build_rank(experiment: Experiment, capability: tuple[int, int], rank: int) -> dict[str, Any]:
-    """Build one rank of the experiment in this process, which can do so once.
-
-    Args:
-        experiment: one arm.
-        capability: of the GPU that it is configured for.
-        rank: global rank.
-    """
+    """Build one global rank of the experiment, configured for a GPU, in this process, which can do so once."""
     started = time.monotonic()
     with assume_gpu(capability):
         config = trainer_config(experiment)
@@ -204,12 +198,7 @@ def _modules_of(part: nn.Module) -> Iterator[str]:
 
 
 def count(parts: list[nn.Module], *, copies: int) -> dict[str, float]:
-    """Elements of this rank's shards.
-
-    Args:
-        parts: parallelised parts of the model.
-        copies: ranks of a pipeline stage, which all hold a parameter that is not distributed.
-    """
+    """Elements of this rank's shards of the parts of a model; ``copies`` ranks hold what is not distributed."""
     total = experts = 0
     unique = 0.0
     for name, parameter in (named for part in parts for named in part.named_parameters()):
