@@ -98,7 +98,8 @@ def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: to
     circle = math.lcm(experts, top_k)  # slots after which a permutation and a token end together
     permutations = -(-slots // circle)
     keys_PE = torch.rand((permutations, experts), device=device)
+    # Multiples of an irrational number: no two ranks are shifted alike, however many there are.
     shift_E = (rank * GOLDEN_RATIO % 1.0) * torch.arange(experts, device=device)
-    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)
+    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)  # the order of random keys is a random permutation
     ids = ids_PE.unsqueeze(1).expand(permutations, circle // experts, experts).reshape(-1)
     return ids[:slots].view(tokens, top_k)

@@ -1,4 +1,4 @@
-"""MXFP8 in the experts and linears: torchao's own quantise-dequantise is the reference, BF16 the contrast."""
+"""MXFP8 in the experts and linears; the casts that they are held against are torchao's, as test_emulation.py has it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchao.prototype.mx_formats.config import ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.models.common.linear import Linear
@@ -30,20 +28,11 @@ from moelab.mxfp8.converter import (
     converted_modules,
     op_config,
 )
+from moelab.mxfp8.quantise import fake_quantise_columns, fake_quantise_rows
 from moelab.titan.models import model_spec
 
-E4M3, BLOCK = torch.float8_e4m3fn, 32
 GROUPS = [37, 0, 1, 64, 26]  # tokens of each expert: ragged, none, one, a multiple of the block
 DIM, HIDDEN = 64, 96
-
-
-def quantised(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """``x`` through torchao's MXFP8 and back, with blocks of 32 along ``dim``."""
-    along = x.transpose(dim, -1).contiguous()
-    padded = torch.nn.functional.pad(along, (0, -along.shape[-1] % BLOCK))
-    scale, data = to_mx(padded, E4M3, BLOCK, scaling_mode=ScaleCalculationMode.RCEIL)
-    back = to_dtype(data, scale.view(torch.float8_e8m0fnu), E4M3, BLOCK, torch.bfloat16)
-    return back[..., : along.shape[-1]].transpose(dim, -1)
 
 
 def close_to_bf16_rounding(ours: torch.Tensor, exact: torch.Tensor) -> None:
@@ -81,11 +70,13 @@ def test_linear_matches_quantise_dequantise_in_float64(wgrad: str) -> None:
     output = linear(x)
     output.backward(upstream)
     rows, gy, w = x.detach().reshape(64, 64), upstream.reshape(64, 96), linear.weight.detach()
-    close_to_bf16_rounding(output.detach().reshape(64, 96), quantised(rows, 1).double() @ quantised(w, 1).double().T)
+    exact = fake_quantise_rows(rows).double() @ fake_quantise_rows(w).double().T
+    close_to_bf16_rounding(output.detach().reshape(64, 96), exact)
     assert x.grad is not None
-    close_to_bf16_rounding(x.grad.reshape(64, 64), quantised(gy, 1).double() @ quantised(w, 0).double())
-    quantise = quantised if wgrad == "mxfp8" else lambda tensor, _dim: tensor
-    close_to_bf16_rounding(linear.weight.grad, quantise(gy, 0).double().T @ quantise(rows, 0).double())
+    exact = fake_quantise_rows(gy).double() @ fake_quantise_columns(w).double().T
+    close_to_bf16_rounding(x.grad.reshape(64, 64), exact)
+    along_tokens = fake_quantise_columns if wgrad == "mxfp8" else torch.t
+    close_to_bf16_rounding(linear.weight.grad, along_tokens(gy).double() @ along_tokens(rows).double().T)
 
 
 def convert(**settings: object) -> object:

@@ -105,11 +105,9 @@ def operands(
     return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), dim).bfloat16()
 
 
-def run(
-    arithmetic: str, precision: Any, function: Callable[..., Any] = expert_rows, *, arrived: bool = True
-) -> list[Tensor]:
+def run(arithmetic: str, function: Callable[..., Any] = expert_rows, *, arrived: bool = True) -> list[Tensor]:
     """The output and the gradients of the rows, of w1, w3 and w2, and of the scores."""
-    rows, into, weights, scores, upstream = operands(precision, arrived=arrived)
+    rows, into, weights, scores, upstream = operands(arithmetic.partition("_")[0], arrived=arrived)
     output = function(rows, *weights, ENDS, scores, arithmetic)
     output.backward(upstream)
     return [output.detach(), *(tensor.grad for tensor in (into, *weights, scores))]  # type: ignore[misc]
@@ -159,53 +157,42 @@ def test_mxfp8_products_are_torchaos_of_an_mxtensor(groups: list[int], seed: int
         assert torch.equal(ours, torchaos)
 
 
-def each(product: Callable[[int, slice], Tensor]) -> list[Tensor]:
-    return [product(e, slice(end - size, end)) for e, (size, end) in enumerate(zip(GROUPS, ENDS.tolist(), strict=True))]
-
-
 def exact(precision: Any, *, arrived: bool) -> list[Tensor]:
     """As :func:`run`, in float64 from the rows as they came, nothing else quantised."""
     rows, _, weights, scores, upstream = operands(precision, arrived=arrived)
     x = (expand(rows.data_RD, rows.scales_RS, precision) if arrived else rows).detach().double().requires_grad_()
     w1, w3, w2 = wide = [weight.detach().double().requires_grad_() for weight in weights]
     s = scores.detach().double().requires_grad_()
-
-    def expert(e: int, r: slice) -> Tensor:
-        return (F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None]) @ w2[e].T
-
-    output = torch.cat(each(expert))
+    of_experts = [slice(end - size, end) for size, end in zip(GROUPS, ENDS.tolist(), strict=True)]
+    hidden = [F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None] for e, r in enumerate(of_experts)]
+    output = torch.cat([h @ w.T for h, w in zip(hidden, w2, strict=True)])
     output.backward(upstream.double())
     return [output.detach(), *(tensor.grad for tensor in (x, *wide, s))]  # type: ignore[misc]
+
+
+def errors(arithmetic: str, *, arrived: bool = True) -> list[float]:
+    pairs = zip(run(arithmetic, arrived=arrived), exact(arithmetic.partition("_")[0], arrived=arrived), strict=True)
+    return [float((ours.double() - right).norm() / right.norm()) for ours, right in pairs]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_are_near_exact_ones(arithmetic: str, arrived: bool) -> None:
     """E4M3 rounds by up to 1/16; over a sum of products of two such the errors are a few per cent."""
-    precision = arithmetic.partition("_")[0]
-    for ours, right in zip(run(arithmetic, precision, arrived=arrived), exact(precision, arrived=arrived), strict=True):
-        error = float((ours.double() - right).norm() / right.norm())
-        assert 0.01 < error < 0.09  # nothing at all would mean that nothing was quantised
+    # Nothing at all would mean that nothing was quantised.
+    assert all(0.01 < error < 0.09 for error in errors(arithmetic, arrived=arrived))
 
 
 def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
     """A scale of a row belongs to either factor of an outer product, so its rows need no second rounding."""
-    right = exact("fp8", arrived=True)
-    errors = {
-        name: [
-            float((ours.double() - one).norm() / one.norm()) for ours, one in zip(run(name, "fp8"), right, strict=True)
-        ]
-        for name in ("fp8", "fp8_wgrad_fp8")
-    }
-    for bf16, fp8 in zip(errors["fp8"][2:5], errors["fp8_wgrad_fp8"][2:5], strict=True):
+    for bf16, fp8 in zip(errors("fp8")[2:5], errors("fp8_wgrad_fp8")[2:5], strict=True):
         assert bf16 < fp8 < bf16 + 0.02
 
 
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
-    precision = arithmetic.partition("_")[0]
     traced = torch.compile(expert_rows, fullgraph=True, backend="aot_eager")
-    for a, b in zip(run(arithmetic, precision), run(arithmetic, precision, traced), strict=True):
+    for a, b in zip(run(arithmetic), run(arithmetic, traced), strict=True):
         assert torch.equal(a, b)
 
 
@@ -218,13 +205,6 @@ def test_scales_may_travel_in_any_dtype() -> None:
     assert torch.equal(*outputs)
 
 
-def initialised(experts: Any) -> Any:
-    torch.manual_seed(3)
-    for parameter in experts.parameters():
-        torch.nn.init.normal_(parameter, std=0.125)
-    return experts
-
-
 @pytest.mark.parametrize(
     ("parent", "precision", "settings_", "arithmetic"),
     [
@@ -234,7 +214,10 @@ def initialised(experts: Any) -> Any:
     ],
 )
 def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
-    experts = initialised(quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build())
+    experts = quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build()
+    torch.manual_seed(3)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.125)
     own = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
     weights = [weight.detach().bfloat16().requires_grad_() for weight in own]
     for arrived in (True, False):
@@ -399,10 +382,10 @@ def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatc
         return (sums.float() * scale_a.view(len(offs), -1, 1) * scale_b.view(len(offs), 1, -1)).bfloat16()
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
-    emulated = run("fp8_wgrad_fp8", "fp8")
+    emulated = run("fp8_wgrad_fp8")
     assert not products
     monkeypatch.setattr(module, "_on_cuda", lambda _: True)
-    for ours, right in zip(run("fp8_wgrad_fp8", "fp8"), emulated, strict=True):
+    for ours, right in zip(run("fp8_wgrad_fp8"), emulated, strict=True):
         torch.testing.assert_close(ours, right, rtol=2**-6, atol=1e-2)
     assert products == [3, 3, 3, 3, 2, 2, 2]  # w1 beside w3 are one product, but for their weight gradients
 

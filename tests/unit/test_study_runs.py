@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from figure_support import title
-from run_support import ENVIRONMENT, make_run
+from run_support import ENVIRONMENT, collect_and_save, make_run
 
 from moelab.analysis.verdict import Answer
 from moelab.data.example_logs import EXAMPLE_LOGS
@@ -393,6 +393,6 @@ def test_the_memory_of_repeated_steps_is_the_largest(tmp_path: Path) -> None:
     lines = [line.split(" - INFO - ")[1] for line in run.log.read_text().splitlines()]
     fuller = [line.replace("1.50GiB(2.00%)", "9.25GiB(50.0%)") for line in lines]
     run.log.write_text("\n".join([*fuller, *lines]))
-    one = collect_run(run, save=True)
+    one = collect_and_save(run)
     assert '"memory_gib_peak": 9.25' in (run.path / "results.json").read_text()
     assert one.finished

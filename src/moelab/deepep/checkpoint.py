@@ -65,6 +65,7 @@ class CommunicationSavingFullAC(FullAC):
         """No settings of its own."""
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        # The all-to-all is the standard dispatcher's; top-k is the router's choice, to which the kept rows belong.
         kept = (
             communication_ops()
             | communication_ops("hybridep")  # registered when TorchTitan imports HybridEP

@@ -194,7 +194,7 @@ class MXFP8Converter(QuantizationConverter):
                         "use quantize=experts or change the model's dimensions"
                     )
             converted = derive(config, MXFP8EmulatedLinear.Config, kernels=self.config.kernels, wgrad=self.config.wgrad)
-            if isinstance(parent, list):
+            if isinstance(parent, list):  # of which the attribute is an index
                 parent[attribute] = converted
             else:
                 setattr(parent, attribute, converted)

@@ -170,6 +170,7 @@ def _build(folder: Path, texts: list[tuple[str, str]]) -> None:
             "this Python was installed without the sources of its standard library, so there is no text to train on; "
             "use another Python, or dataset=c4"
         )
+    # Beside the result, for only within a file system is a rename atomic.
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
         parts = split_passages(texts)

@@ -69,7 +69,7 @@ def _ask_child(request: dict[str, Any]) -> dict[str, Any]:
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here must not answer for the one that is assumed
         "HF_HUB_OFFLINE": "1",  # nothing is downloaded to count parameters
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",  # ranks are built side by side, one to a core
     }
     done = subprocess.run(
         [sys.executable, "-m", CHILD],
