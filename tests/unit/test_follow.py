@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_support import make_run
+from stand_in import step_text, titan_line
 
 from moelab.cli import main
 from moelab.experiment import Experiment
@@ -29,18 +29,15 @@ from moelab.runs.log import read_log
 from moelab.runs.status import State, Status
 from moelab.runs.table import merge_segments
 
-MIDNIGHT = datetime(2026, 9, 14)
 RANKS = 4
 
 
 def line(rank: int, seconds: float, text: str) -> str:
-    moment = MIDNIGHT + timedelta(seconds=seconds)
-    return f"[rank{rank}]:[titan] {moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03} - root - INFO - {text}\n"
+    return titan_line(seconds, text, f"[rank{rank}]:")
 
 
-def step_line(rank: int, seconds: float, step: int, loss: float = 7.0, memory: float = 10.0) -> str:
-    numbers = f"memory: {memory:5.2f}GiB({memory / 2:.2f}%)  tps: 4,000  tflops: 900.00  mfu: N/A"
-    return line(rank, seconds, f"step: {step:2}  loss: {loss:8.5f}  grad_norm:  1.1000  {numbers}")
+def step_line(rank: int, seconds: float, step: int, loss: float = 7.0) -> str:
+    return line(rank, seconds, step_text(step, loss, tps=4000, memory_gib=10))
 
 
 def launch(start_s: float, steps: Sequence[int], *, ranks: int = RANKS, step_s: float = 2.0) -> str:

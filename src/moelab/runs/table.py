@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -247,6 +247,17 @@ def metrics_table(
     into every row that they give none for.
     """
     return _table(columns, COLUMNS, {"run": run, "arm": arm, "seed": seed})
+
+
+class _HasRows(Protocol):
+    @property
+    def rows(self) -> pd.DataFrame: ...
+
+
+def joined_rows(runs: Iterable[_HasRows]) -> pd.DataFrame:
+    """The metrics table of several runs."""
+    tables = [one.rows for one in runs if len(one.rows)]
+    return pd.concat(tables, ignore_index=True) if tables else metrics_table({"segment": [], "step": []})
 
 
 def _table(
