@@ -292,10 +292,7 @@ class _Stream:
 class Scan:
     """The statements in one text, which several ranks may have written.
 
-    Args:
-        text: its lines.
-        rank: who wrote it, where no line says otherwise.
-        is_exception: whether it is one exception and nothing else, such as error.json has.
+    ``rank`` wrote it, where no line says otherwise; ``is_exception``: it is one and nothing else, as in error.json.
     """
 
     def __init__(self, text: str, *, rank: int | None = None, is_exception: bool = False) -> None:

@@ -305,14 +305,9 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def grouped(keys: Sequence[Any], then: Sequence[Any] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bring rows into the order of their keys.
+    """The rows in the order of their keys, then of others; and where among them each new combination of keys starts.
 
-    Args:
-        keys: columns, the first counting most.
-        then: columns by which rows of the same keys are ordered.
-
-    Returns:
-        The rows in order, and where among them each new combination of keys starts.
+    Of the columns of each the first counts most.
 
     >>> grouped([np.array([7, 5, 7])])
     (array([1, 0, 2]), array([0, 1]))
