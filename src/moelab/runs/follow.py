@@ -316,9 +316,8 @@ class StudyFollower:
             The reason why the scheduler could not find out, which is beyond the file's; else an empty text.
         """
         runs = [one.run for one in self.runs]
-        statuses = scheduler(runs)
-        told = (status.reason for run, status in zip(runs, statuses, strict=True) if status.reason != run.status.reason)
-        return next((reason for reason in told if reason), "")
+        pairs = zip(runs, scheduler(runs), strict=True)
+        return next((now.reason for run, now in pairs if now.reason and now.reason != run.status.reason), "")
 
 
 def _pace_s(rows: pd.DataFrame) -> float:

@@ -393,8 +393,8 @@ class Scan:
         """Whether the line belongs to a traceback or to the message of its exception."""
         if TRACEBACK in line:
             # A worker's traceback, or another rank's, is part of the message of the exception that reports it.
-            said = "\n".join(stream.text).rstrip()
-            is_nested = stream.is_linked or bool(said and (said.endswith(":") or _NESTED.search(line)))
+            message = "\n".join(stream.text).rstrip()
+            is_nested = stream.is_linked or bool(message and (message.endswith(":") or _NESTED.search(line)))
             self._close(stream)
             if not is_nested:
                 self._end_chain(stream)

@@ -170,12 +170,12 @@ def separate_runs(
             "Give the history of each run by itself"
         )
     known = settings if len(settings) == len(launches) else [{}] * len(launches)
-    told = dict(zip(launches, known, strict=True))
+    own = dict(zip(launches, known, strict=True))
     for number, losses in launches.items():
         earlier = [
             group
             for group in groups
-            if _is_restart(pd.concat([launches[one] for one in group]), losses, told[group[0]], told[number])
+            if _is_restart(pd.concat([launches[one] for one in group]), losses, own[group[0]], own[number])
         ]
         if earlier:
             # Of several runs that it could go on with, the one whose loss it starts from.
