@@ -49,12 +49,10 @@ def validation_line(step: int, loss: float) -> str:
     return titan_line(step + 0.5, f"validate step: {step:2}  loss: {loss:7.4f}  memory:  1.50GiB(0.75%)  tps: 2,000")
 
 
-def install(behaviours: Mapping[str, str] | None = None, *, poll_s: float = 0.02) -> None:
-    """Let the launcher of this process start the stand-in; an experiment without a behaviour trains to its end.
+def install(behaviours: Mapping[str, str] | None = None) -> None:
+    """Let the launcher of this process start the stand-in.
 
-    Args:
-        behaviours: what the run of ``<arm>/seed<k>`` does: one of the functions below.
-        poll_s: how often the launcher looks at it.
+    The run of ``<arm>/seed<k>`` behaves as one of the functions below; without a behaviour it trains to its end.
     """
     from moelab.experiment import Experiment
     from moelab.launch import local
@@ -68,7 +66,7 @@ def install(behaviours: Mapping[str, str] | None = None, *, poll_s: float = 0.02
 
     local.command = command
     local.stage_data = lambda experiment: None
-    local.POLL_S = poll_s
+    local.POLL_S = 0.02
 
 
 def processes_of(runs: Path) -> list[int]:
@@ -92,8 +90,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def steps(last: int, first: int = 1) -> None:
-    for step in range(first, last + 1):
+def steps(last: int) -> None:
+    for step in range(1, last + 1):
         say(step_line(step, 8.0 - 0.1 * step))
 
 

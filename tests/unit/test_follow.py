@@ -40,11 +40,11 @@ def step_line(rank: int, seconds: float, step: int, loss: float = 7.0) -> str:
     return line(rank, seconds, step_text(step, loss, tps=4000, memory_gib=10))
 
 
-def launch(start_s: float, steps: Sequence[int], *, ranks: int = RANKS, step_s: float = 2.0) -> str:
+def launch(start_s: float, steps: Sequence[int]) -> str:
     """What all ranks print in one launch; rank r needs r ms more than rank 0 for each step."""
-    text = "".join(line(rank, start_s, f"Training starts at step {steps[0]}") for rank in range(ranks))
+    text = "".join(line(rank, start_s, f"Training starts at step {steps[0]}") for rank in range(RANKS))
     for number, step in enumerate(steps, start=1):
-        ends = (start_s + number * (step_s + rank / 1000) for rank in range(ranks))
+        ends = (start_s + number * (2 + rank / 1000) for rank in range(RANKS))
         text += "".join(step_line(rank, end, step, loss=8 - step / 100) for rank, end in enumerate(ends))
     return text
 
