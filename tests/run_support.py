@@ -10,6 +10,7 @@ from stand_in import step_line, validation_line
 
 from moelab.experiment import Experiment
 from moelab.runs import directory
+from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State, Status
@@ -37,6 +38,13 @@ ENDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
 """Final losses of BF16 in :func:`make_study`, by seed."""
 SHIFT = {0: 0.003, 1: 0.005, 2: 0.001, 3: 0.005}
 """What MXFP8's are above them."""
+
+
+def collect_and_save(run: RunDir) -> Collected:
+    """Read a run and write what was read, as a launcher does at the end."""
+    collected = collect_run(run)
+    save_results(run, collected)
+    return collected
 
 
 def make_run(

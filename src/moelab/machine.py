@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -101,15 +101,10 @@ DRIVER = "fix the driver (reboot after an upgrade; in a container, pass the GPUs
 
 
 class GpusUnknown(Refused):
-    """This machine may have GPUs, but nvidia-smi fails or is missing, so that nobody knows what they can do.
-
-    Attributes:
-        found: what was seen, such as nvidia-smi's own words.
-        remedy: what to do about it.
-    """
+    """This machine may have GPUs, but nvidia-smi fails or is missing, so that nobody knows what they can do."""
 
     def __init__(self, found: str, remedy: str = DRIVER) -> None:
-        self.found, self.remedy = found, remedy
+        self.found, self.remedy = found, remedy  # what was seen, such as nvidia-smi's own words; what to do about it
         super().__init__(
             f"{found}. So moelab does not know this machine's GPUs: {remedy}, use the processor with hardware=cpu, or "
             "plan for other nodes with a profile such as hardware=b200_x256"
@@ -118,20 +113,12 @@ class GpusUnknown(Refused):
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU, or MIG instance of one, as nvidia-smi lists it.
+    """One GPU, or MIG instance of one, as nvidia-smi lists it."""
 
-    Attributes:
-        name: the marketing name, such as ``NVIDIA H100 80GB HBM3``; a MIG instance has its profile after it, as in
-            CUDA: ``NVIDIA H100 80GB HBM3 MIG 1g.10gb``.
-        capability: SM version, such as 10.0; None where nvidia-smi does not say, as of some virtual GPUs.
-        driver: version of the driver.
-        memory_mib: None where nvidia-smi does not say, as where the GPU shares the system's memory.
-    """
-
-    name: str
-    capability: float | None
+    name: str  # the marketing name; of a MIG instance as in CUDA: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`
+    capability: float | None  # SM version, such as 10.0; None where nvidia-smi does not say, as of some virtual GPUs
     driver: str
-    memory_mib: int | None
+    memory_mib: int | None  # None where nvidia-smi does not say, as where the GPU shares the system's memory
 
 
 def gpus() -> tuple[GpuInfo, ...]:
@@ -203,11 +190,14 @@ def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
         )
     for program, *options in (("rocm-smi", "--showproductname"), ("amd-smi", "static", "--asic")):
         listed = run_command([program, *options]) or ""
-        kinds = Counter(re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed))
-        if kinds:
-            named = ", ".join(f"{count} × {name}" for name, count in kinds.items())
-            return GpusUnknown(f"{program} lists {named}", "use NVIDIA GPUs: moelab has never run on ROCm")
+        if models := re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed):
+            return GpusUnknown(f"{program} lists {counted(models)}", "use NVIDIA GPUs: moelab has never run on ROCm")
     return ()
+
+
+def counted(names: Iterable[str]) -> str:
+    """Such as ``8 × NVIDIA B200``."""
+    return ", ".join(f"{count} × {name}" for name, count in Counter(names).items())
 
 
 def _nvidia_smi(*arguments: str) -> tuple[int | None, str]:
@@ -329,11 +319,7 @@ def is_tested(package: str, found: str | None) -> bool:
 
 
 def cores(root: Path = ROOT) -> int:
-    """Processor cores that this process may use: those of its cpuset, up to the quota of its container or job.
-
-    Args:
-        root: of the file system in which control groups are looked for.
-    """
+    """Processor cores that this process may use: those of its cpuset, up to the quota of its container or job."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     v2 = [text.split() for text in _limits(root, "", "cpu.max")]
     v1 = zip(_limits(root, "cpu", "cpu.cfs_quota_us"), _limits(root, "cpu", "cpu.cfs_period_us"), strict=False)
@@ -348,23 +334,13 @@ def physical_memory_bytes() -> int:
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Memory that this process may use: the machine's, or less where its container or job has a limit.
-
-    Args:
-        root: of the file system in which control groups are looked for.
-    """
+    """Memory that this process may use: the machine's, or less where its container or job has a limit."""
     limits = [*_limits(root, "", "memory.max"), *_limits(root, "memory", "memory.limit_in_bytes")]
     return min([physical_memory_bytes(), *(int(limit) for limit in limits if limit.isdigit())])  # not `max`
 
 
 def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
-    """A file of this process's control group and of each group above it.
-
-    Args:
-        root: of the file system.
-        controller: of version 1, such as ``memory``; empty for version 2.
-        file: such as ``memory.max``.
-    """
+    """A file of this process's control group and of each group above it; version 2 has no controller."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # 4:memory:/slurm/job_12, or 0::/user.slice
     except OSError:
@@ -409,13 +385,9 @@ def git_commit() -> str | None:
 
 
 def environment(*, nodes: int = 1) -> dict[str, Any]:
-    """Content of ``environment.json``: versions and hardware, no host or user names.
+    """Content of ``environment.json``: versions and hardware of one of ``nodes`` hosts, no host or user names.
 
-    Args:
-        nodes: hosts that take part in the run.
-
-    Returns:
-        ``gpus`` is empty, and ``gpu_problem`` has the words, where nvidia-smi fails.
+    ``gpus`` is empty, and ``gpu_problem`` has the words, where nvidia-smi fails.
     """
     problem = gpu_problem()
     return {
@@ -435,21 +407,15 @@ def environment(*, nodes: int = 1) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine to examine.
+    """A machine to examine."""
 
-    Attributes:
-        root: of its file system; ``/sys`` and ``/proc`` are looked for under it.
-        env: its environment variables.
-        run: gives a command's standard output, or None where it is missing or fails.
-        search: folders that Python imports from. Packages are looked for there, not imported: a wrong one may crash.
-        memlock_bytes: soft limit of locked memory; None for unlimited.
-    """
-
-    root: Path
+    root: Path  # of its file system; `/sys` and `/proc` are looked for under it
     env: Mapping[str, str]
+    # gives a command's standard output, or None where it is missing or fails
     run: Callable[[Sequence[str]], str | None]
+    # folders that Python imports from. Packages are looked for there, not imported: a wrong one may crash
     search: tuple[Path, ...]
-    memlock_bytes: int | None
+    memlock_bytes: int | None  # soft limit of locked memory; None for unlimited
 
     def text(self, path: str) -> str | None:
         """Content of a file under the root, or None."""

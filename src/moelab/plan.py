@@ -133,10 +133,6 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
     Raises:
         BadInput: if its hardware profile does not exist.
         GpusUnknown: if it is ``local`` and nvidia-smi fails.
-
-    Example:
-        >>> plan(Experiment()).verdict.legal
-        True
     """
     verdict = check(experiment)
     legal = verdict.layout if verdict.legal else None

@@ -152,9 +152,6 @@ def without_places(text: str) -> str:
     The virtual environment becomes ``$VENV``, the folder for temporary files ``$TMPDIR``, the working folder ``.``,
     moelab's own ``$MOELAB``, any home folder ``~``, names ``USER`` and ``HOST``, and a key or password ``***``.
 
-    Args:
-        text: any text, notebooks and pages included; better without pictures in base64.
-
     Example:
         >>> without_places("HF_TOKEN=hf_abc /home/ada/run.py --rdzv-endpoint=gpu-17:29500")
         'HF_TOKEN=*** ~/run.py --rdzv-endpoint=HOST:29500'
@@ -234,15 +231,18 @@ def each_text(clean: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, dict):
         if "bdata" in value:
             return value
-        return {key: one if _is_commit(key, one) else each_text(clean, one) for key, one in value.items()}
+        return {
+            # A commit stays under its name.
+            key: one if _OF_A_COMMIT.search(str(key)) and _HEX.fullmatch(str(one)) else each_text(clean, one)
+            for key, one in value.items()
+        }
     return [each_text(clean, one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def shareable(text: str) -> str:
     """A plain text without what :func:`without_places` removes, and without the folders of any other machine.
 
-    Args:
-        text: for people: a reason, a command, a name. Of an absolute path, the file's own name stays.
+    It is for people: a reason, a command, a name. Of an absolute path, the file's own name stays.
 
     Example:
         >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
@@ -264,10 +264,6 @@ def _detected() -> tuple[tuple[re.Pattern[str], str], ...]:
         *(stripe.StripeDetector, twilio.TwilioKeyDetector),
     )
     return tuple((pattern, HIDDEN) for detector in detectors for pattern in detector.denylist)
-
-
-def _is_commit(name: object, value: object) -> bool:
-    return type(value) is str and bool(_HEX.fullmatch(value)) and bool(_OF_A_COMMIT.search(str(name)))
 
 
 def _commit_or_hidden(digits: re.Match[str]) -> str:

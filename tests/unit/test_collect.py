@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from run_support import make_run
+from run_support import collect_and_save, make_run
 from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.experiment import Experiment
-from moelab.runs.collect import collect, collect_run, joined_rows, newest, save_results
+from moelab.runs.collect import collect, collect_run, joined_rows, newest
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
@@ -28,13 +28,13 @@ LOSSES = [8.0, 7.5, 7.0, 6.5, 6.25]
 
 
 def saved(run: RunDir) -> dict[str, object]:
-    save_results(run, collect_run(run))
+    collect_and_save(run)
     return dict(json.loads((run.path / "results.json").read_text()))
 
 
 def test_a_run_directory(tmp_path: Path) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES, held_out=6.5)
-    one = collect_run(run, save=True)
+    one = collect_and_save(run)
     assert (one.run, one.arm, one.seed, one.segments, one.last_step) == (run.name, "mxfp8_standard", 2, 1, 5)
     assert (one.finished, one.status.state, one.validation_loss) == (True, State.COMPLETED, 6.5)
     assert one.converted == {"kernels": "emulated", "modules": ["layers.1.moe.experts"]}
@@ -218,7 +218,7 @@ def test_what_a_run_saved_is_read_for_as_long_as_its_log_and_events_are_the_same
     writer = SummaryWriter(str(run.tensorboard / "20260914-0310"))
     writer.add_scalar("loss_metrics/global_avg_loss", 8.0, 1)
     writer.close()
-    fresh = collect_run(run, save=True)
+    fresh = collect_and_save(run)
     monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
     saved = collect_run(run)
     for table in ("rows", "validation"):
@@ -248,7 +248,7 @@ def test_saved_results_are_not_used_once_a_file_or_the_reader_is_another(
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     (run.tensorboard / "a").mkdir()
     (run.tensorboard / "a" / "events.out.tfevents.1.a").touch()
-    collect_run(run, save=True)
+    collect_and_save(run)
     if not file:
         monkeypatch.setattr("moelab.runs.collect.READER_VERSION", -1)
     elif file == EVENTS:
@@ -263,6 +263,6 @@ def test_saved_results_are_not_used_once_a_file_or_the_reader_is_another(
 def test_a_damaged_log_is_told_each_time(tmp_path: Path) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     run.log.unlink()
-    damaged = collect_run(run, save=True).damaged
+    damaged = collect_and_save(run).damaged
     assert "logs/train.log is missing" in damaged
     assert collect_run(run).damaged == damaged

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from figure_support import shown_page, title
-from run_support import make_run
+from run_support import collect_and_save, make_run
 from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
@@ -135,7 +135,7 @@ def test_log_and_events_of_a_run_directory(
     tmp_path: Path, launches: tuple[Norms, ...], events: tuple[Norms, ...], steps: list[int]
 ) -> None:
     run = run_with(tmp_path, *launches, events=events)
-    one = collect_run(run, save=True)
+    one = collect_and_save(run)
     assert list(one.grad_norm_not_finite) == steps
     assert one.finished
     results = json.loads((run.path / "results.json").read_text())

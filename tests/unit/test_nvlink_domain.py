@@ -20,6 +20,7 @@ from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
 from moelab.projection.exchange import hybridep_shares
 from moelab.projection.project import project
+from moelab.recommendation import recommend
 
 TRAY = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
 HOST = Node(gpu=Gpu(name="B200", capability=10.0, memory_gib=None), gpus=8)
@@ -35,8 +36,6 @@ PUBLISHED = Experiment(  # 256 GB200 as public DeepSeek-V3 recipes use them: PP 
         (TRAY, 64, 4, 64, 64),
         (TRAY, 72, 4, 8, 72),
         (TRAY, 18, 4, 72, 72),
-        (TRAY, 2, 4, 8, 8),
-        (TRAY, 1, 4, 4, 4),
         (TRAY, 36, 4, 48, 48),  # of 72, each second group would lie in two racks
         (TRAY, 32, 2, 64, 32),  # two of a tray's four GPUs: 18 trays have 36
         (TRAY, 4, 64, 64, 64),  # a rack counted as one node
@@ -44,7 +43,6 @@ PUBLISHED = Experiment(  # 256 GB200 as public DeepSeek-V3 recipes use them: PP 
         (TRAY, 19, 4, 4, 4),  # 19 trays are in two racks, and no equal part of more than one is in each
         (HOST, 4, 8, 32, 8),
         (HOST, 8, 4, 8, 4),  # half a host each: NVLink does not join two hosts
-        (HOST, 1, 4, 4, 4),
     ],
 )
 def test_what_nvlink_joins(node: Node, nodes: int, gpus: int, ep: int, joined: int) -> None:
@@ -198,3 +196,9 @@ def test_a_gpu_of_amd() -> None:
     for changes in ({"precision": "fp8"}, {"ep_backend": "deepep"}, {"ep_backend": "minimal_async_ep"}):
         (reason,) = check(Experiment(**own, **changes)).reasons
         assert "mi355x_node is gfx950" in reason
+
+
+def test_a_search_for_another_cluster_has_its_domains() -> None:
+    x = Experiment(model="671B", hardware="b200_x256", nodes=64, gpus_per_node=4, local_batch=4, ep=64)
+    (best,) = recommend(x, cluster_of("gb200_nvl72_x4"), fixed=("ep", "tp", "cp", "dp_replicate"), limit=1).ranked
+    assert best.ep_nodes == 1  # 16 hosts of four GPUs that NVLink joins

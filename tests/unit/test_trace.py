@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_support import make_run
+from run_support import collect_and_save, make_run
 from torch.autograd.profiler import record_function
 
 from moelab.analysis.side import Side
@@ -169,7 +169,7 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     assert len(other.tps) - len(side.tps) == 3
     assert len(other.step_time_s) - len(side.step_time_s) == 3
     assert math.isfinite(side.step_time_s.mean())
-    again = collect_run(run, save=True)
+    again = collect_and_save(run)
     assert collect_run(run).rows.equals(again.rows)
     (run.path / RECORDED_FOLDER / "rank1.json").write_text("{")
     assert collect_run(run).damaged == ("launch/recorded/rank1.json is damaged: the cost of its trace is unknown",)

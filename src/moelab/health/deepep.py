@@ -36,15 +36,9 @@ PREFIXES = ("NCCL_", "NVSHMEM_", "UCX_", "EP_")
 def examine_environment(
     machine: Machine | None = None, *, nodes: int = 1, nic_gb_s: float | None = None
 ) -> tuple[Finding, ...]:
-    """Check everything that DeepEP depends on.
+    """Check everything that DeepEP depends on, on this machine unless another is given; in reading order.
 
-    Args:
-        machine: the one to examine; this one by default.
-        nodes: hosts of a job.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s, where the profile has it.
-
-    Returns:
-        Findings in reading order.
+    ``nodes`` are the hosts of a job, ``nic_gb_s`` is the bandwidth of one GPU each way where the profile has it.
     """
     machine = machine or this_machine()
     build = find_build(machine)
@@ -63,21 +57,13 @@ def examine_environment(
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """The DeepEP that Python would import.
+    """The DeepEP that Python would import."""
 
-    Attributes:
-        kind: by its modules.
-        version: empty if unknown.
-        folder: of the package.
-        compiled: whether its extension module is there.
-        from_index: whether pip installed it from a package index such as PyPI.
-    """
-
-    kind: Kind
-    version: str = ""
+    kind: Kind  # by its modules
+    version: str = ""  # empty if unknown
     folder: Path | None = None
-    compiled: bool = False
-    from_index: bool = False
+    compiled: bool = False  # whether its extension module is there
+    from_index: bool = False  # whether pip installed it from a package index such as PyPI
 
 
 def find_build(machine: Machine) -> Build:

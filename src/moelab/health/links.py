@@ -41,13 +41,7 @@ def ports(machine: Machine) -> list[Port]:
 
 
 def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = None) -> Iterator[Finding]:
-    """Whether the ports of the RDMA cards are up, and as fast as the profile says, or else as the fastest one.
-
-    Args:
-        machine: this node.
-        nodes: hosts of a job.
-        nic_gb_s: network bandwidth of one GPU each way, GB/s, as its profile says.
-    """
+    """Whether the ports of the RDMA cards are up, and as fast as the profile says, or else as the fastest one."""
     name, all_ports = "RDMA devices", ports(machine)
     if not all_ports and nodes > 1:
         yield fault(name, nodes=nodes)
@@ -97,9 +91,7 @@ def check_memlock(machine: Machine) -> Finding:
 def check_nvlink(machine: Machine, *, needed: bool) -> Finding:
     """NVLink between every pair of GPUs, as ``nvidia-smi topo -m`` shows it.
 
-    Args:
-        machine: this node.
-        needed: whether DeepEP is installed, which makes a pair without NVLink an error.
+    ``needed``: DeepEP is installed, so a pair without NVLink is an error.
     """
     topology = machine.run(["nvidia-smi", "topo", "-m"])
     links = nvlink_matrix(topology or "")

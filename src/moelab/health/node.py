@@ -83,25 +83,15 @@ def check_kernel_log(machine: Machine) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuState:
-    """One GPU at one moment; None where it does not say.
+    """One GPU at one moment; None where it does not say."""
 
-    Attributes:
-        index: nvidia-smi's.
-        reasons: bits that say why its clocks are not at their highest.
-        clock_mhz: of its multiprocessors.
-        temperature_c: of the GPU.
-        uncorrected_errors: ECC errors since the driver was loaded.
-        remap_pending: whether a memory row will be replaced at the next reset.
-        remap_failed: whether replacing a memory row failed.
-    """
-
-    index: int
-    reasons: int | None
-    clock_mhz: float | None
+    index: int  # nvidia-smi's
+    reasons: int | None  # bits that say why its clocks are not at their highest
+    clock_mhz: float | None  # of its multiprocessors
     temperature_c: float | None
-    uncorrected_errors: int | None
-    remap_pending: bool | None
-    remap_failed: bool | None
+    uncorrected_errors: int | None  # ECC errors since the driver was loaded
+    remap_pending: bool | None  # whether a memory row will be replaced at the next reset
+    remap_failed: bool | None  # whether replacing a memory row failed
 
     @property
     def idle(self) -> bool:

@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from moelab.launch.requirements import check_data, check_plans, check_room
 from moelab.launch.script import container_options, gpu_options, python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
 from moelab.launch.submit import dry_run
+from moelab.machine import counted
 from moelab.runs.log import CLOCK_SKEW_S
 
 WAIT_S = 300
@@ -74,13 +74,9 @@ class Preflight:
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
-    """Check everything.
+    """Check everything; without a study the cluster alone.
 
-    Args:
-        cluster: where it would run.
-        study: what would run; None checks the cluster alone.
-        runs: folder of all studies.
-        ask_nodes: whether the nodes report: as many as the study needs, or else as the profile has.
+    With ``ask_nodes`` the nodes report: as many as the study needs, or else as the profile has.
     """
     runs = runs.absolute()
     here = [*check_room(study, cluster, runs), _slurm(cluster)]
@@ -244,7 +240,7 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
-    groups = _grouped((one, one.get("gpu_problem") or _counted(one["gpus"])) for one in reports)
+    groups = _grouped((one, one.get("gpu_problem") or counted(one["gpus"])) for one in reports)
     # It is not enough that all nodes are alike: all may differ from the profile.
     right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
@@ -307,11 +303,6 @@ def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
     if not faults:
         build = next(entry["found"] for entry in reports[0]["deepep"] if entry["name"] == "DeepEP")
         yield Finding(name="DeepEP on all nodes", severity="ok", found=build)
-
-
-def _counted(gpus: Sequence[str]) -> str:
-    """Such as ``8 × NVIDIA B200``."""
-    return ", ".join(f"{count} × {name}" for name, count in Counter(gpus).items())
 
 
 def _grouped(values: Iterable[tuple[Report, Any]]) -> dict[Any, list[str]]:

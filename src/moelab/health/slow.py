@@ -27,19 +27,13 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """What explains the slow pairs.
+    """What explains the slow pairs."""
 
-    Attributes:
-        nodes: slow with nearly all others.
-        groups: nodes that are fast among themselves and slow with other groups; empty if there is only one group.
-        pairs: slow pairs that neither explains.
-        all_slow: no pair is fast, so nothing can be said about single nodes.
-    """
-
-    nodes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()  # slow with nearly all others
+    # nodes that are fast among themselves and slow with other groups; empty if there is only one group
     groups: tuple[tuple[str, ...], ...] = ()
-    pairs: tuple[Pair, ...] = ()
-    all_slow: bool = False
+    pairs: tuple[Pair, ...] = ()  # slow pairs that neither explains
+    all_slow: bool = False  # no pair is fast, so nothing can be said about single nodes
 
 
 def threshold_gb_s(gb_s: Mapping[Pair, float], floor_gb_s: float | None) -> float:
@@ -48,11 +42,7 @@ def threshold_gb_s(gb_s: Mapping[Pair, float], floor_gb_s: float | None) -> floa
 
 
 def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
-    """Explain the slow pairs.
-
-    Args:
-        gb_s: bandwidth of every pair of nodes, each pair once.
-        floor_gb_s: below which a pair is slow; by default a share of the best one.
+    """Explain the slow pairs by the bandwidth of every pair of nodes.
 
     Example:
         >>> blame({("a", "b"): 40.0, ("a", "c"): 12.0, ("b", "c"): 11.0}).nodes
@@ -92,11 +82,9 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
 
 
 def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple[Finding, ...]:
-    """Findings from the file that :mod:`moelab.health.measure` writes.
+    """Findings from what :mod:`moelab.health.measure` writes; of stages that were not reached a finding says so.
 
-    Args:
-        measured: its content; stages that were not reached are not judged, and a finding says so.
-        floor_gb_s: bus bandwidth in the cluster profile; figures of gloo are not compared with it.
+    Figures of gloo are not compared with the cluster profile's floor.
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
     findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]

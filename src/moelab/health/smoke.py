@@ -22,6 +22,7 @@ from typing import Literal
 from moelab.finding import Finding, fault, known_faults
 from moelab.health.deepep import find_build
 from moelab.machine import GpusUnknown, Machine, gpus, this_machine
+from moelab.runs.failure import tail
 
 NAME = "smoke test"
 RANKS = 2
@@ -119,12 +120,6 @@ class _Rank:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()  # so that its exit code is known, and no zombie is left
 
-    def last_words(self) -> str:
-        """The end of its standard error."""
-        with self.stderr.open("rb") as file:
-            file.seek(max(0, self.stderr.stat().st_size - STDERR_BYTES))
-            return file.read().decode(errors="replace")
-
 
 def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
     """Wait for all ranks, or only briefly once one has failed; returns those that failed, in the order of failing."""
@@ -145,7 +140,7 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
 
 def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
     """The finding about the first rank that failed, by how it ended; the others only lost their peer."""
-    name, code, words = f"rank {rank.rank}", rank.code or 0, rank.last_words()
+    name, code, words = f"rank {rank.rank}", rank.code or 0, tail(rank.stderr, STDERR_BYTES)
     library = "DeepEP" if device == "cuda" else "gloo"
     if rank.ended_by_us:
         found = f"{name} was still {rank.step} after {timeout_s:g} s"

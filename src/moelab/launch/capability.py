@@ -20,11 +20,9 @@ CPU_PARAMETERS = 1_000_000_000
 
 
 def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
-    """Every reason why this machine cannot run an experiment: what it lacks, then those of a plan for its GPUs.
+    """Every reason why this machine, or one with other GPUs, cannot run an experiment.
 
-    Args:
-        experiment: what would run.
-        devices: GPUs to assume instead of this node's.
+    What it lacks comes first, then the reasons of a plan for its GPUs.
     """
     try:
         gpus_here = () if experiment.hardware == "cpu" else gpus() if devices is None else devices

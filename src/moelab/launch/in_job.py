@@ -28,21 +28,13 @@ _PORTS_PER_JOB = 8  # a restart gets another port: processes of the last start m
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOfJob:
-    """One node of one start of a job.
+    """One node of one start of a job."""
 
-    Attributes:
-        job_id: of the array task, which no other job has.
-        label: as people and ``scontrol requeue`` write it, such as ``123_4``.
-        node: number of this node in the job, from 0.
-        nodes: how many there are.
-        restarts: how often the job was requeued.
-    """
-
-    job_id: int
-    label: str
-    node: int
-    nodes: int
-    restarts: int
+    job_id: int  # of the array task, which no other job has
+    label: str  # as people and `scontrol requeue` write it, such as `123_4`
+    node: int  # number of this node in the job, from 0
+    nodes: int  # how many there are
+    restarts: int  # how often the job was requeued
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> NodeOfJob:
@@ -76,12 +68,7 @@ class NodeOfJob:
         return first + (self.job_id * _PORTS_PER_JOB + self.restarts % _PORTS_PER_JOB) % (last - first + 1)
 
     def rendezvous(self, host: str, port: int) -> list[str]:
-        """Options of torchrun for this node; each node's number is given, so that global ranks follow Slurm's order.
-
-        Args:
-            host: name or address of node 0.
-            port: the same on every node.
-        """
+        """Options of torchrun for this node; each node's number is given, so that global ranks follow Slurm's order."""
         return [
             f"--nnodes={self.nodes}",
             f"--node-rank={self.node}",

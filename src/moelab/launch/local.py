@@ -62,17 +62,11 @@ def say_on_stderr(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """What came of a study.
+    """What came of a study."""
 
-    Attributes:
-        runs: the latest run of each experiment that has one, in the study's order.
-        trained: how many were trained now; the others were finished before.
-        discovered: runs that were there before.
-    """
-
-    runs: tuple[RunDir, ...]
-    trained: int
-    discovered: Discovery
+    runs: tuple[RunDir, ...]  # the latest run of each experiment that has one, in the study's order
+    trained: int  # how many were trained now; the others were finished before
+    discovered: Discovery  # runs that were there before
 
     @property
     def failed(self) -> tuple[RunDir, ...]:
@@ -129,9 +123,6 @@ def completed(attempts: Sequence[RunDir]) -> RunDir | None:
 
 def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
     """Make sure that nothing trains again that may have completed, or may still be training.
-
-    Args:
-        attempts: the runs of each experiment.
 
     Raises:
         Refused: if none of an experiment's runs completed and one has no readable status.
@@ -281,10 +272,7 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
 def close(run: RunDir, status: Status, left: Collected | None = None) -> None:
     """Write the final status first; metrics and results can be made again from the log at any time.
 
-    Args:
-        run: its directory.
-        status: how it ended.
-        left: what it left, where :func:`ended` has read that already.
+    ``left`` is what the run left, where :func:`ended` has read that already.
     """
     run.set_status(status)
     with suppress(OSError, BadInput):  # a full disk; a record of another version of moelab
@@ -295,7 +283,7 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
     """The final status of a run, and what the run left, where that had to be read.
 
     Args:
-        run: its directory, with everything logged.
+        run: with everything logged.
         status: with torchrun's exit code.
         logs: folder of the ranks' own logs of this launch.
         log_start: where this launch begins in ``train.log``, in bytes.
@@ -453,10 +441,6 @@ class Progress:
 
 def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | None:
     """Start ``moelab run`` for what a study still lacks, and return as soon as a run has begun.
-
-    Args:
-        study: its experiments run one after the other.
-        runs: the folder that holds all studies.
 
     Returns:
         The launcher; its ``terminate()`` cancels the run. None if the study is finished or already being trained, as

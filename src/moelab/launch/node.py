@@ -32,19 +32,12 @@ COLLECTIVE_TIMEOUT_S = 1800  # ranks wait for the slowest one's part of a checkp
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One start of a run, on this node.
-
-    Attributes:
-        run: its directory.
-        place: this node's place in the job.
-        options: the command line.
-        signals: which arrived so far.
-    """
+    """One start of a run, on this node."""
 
     run: RunDir
     place: NodeOfJob
-    options: argparse.Namespace
-    signals: Signals
+    options: argparse.Namespace  # the command line
+    signals: Signals  # which arrived so far
 
     @property
     def logs(self) -> Path:

@@ -28,27 +28,18 @@ _DEPENDENCY = re.compile(r"(after|afterany|afternotok|afterok|aftercorr)(:\d+(_\
 class JobSpec:
     """One job, of a size that :func:`moelab.launch.requirements.check_plans` has checked against the cluster.
 
-    Attributes:
-        cluster: where it runs.
-        runs: absolute paths of run directories, one array task each.
-        name: of the job.
-        comment: that Slurm keeps with the job, by which it is found again.
-        nodes: per array task.
-        gpus_per_node: ranks per node: GPUs, or processes where the cluster has no GPUs.
-        dependency: as sbatch takes it, such as ``afterok:123``; if that fails, Slurm cancels the job.
-
     Raises:
         BadInput: naming the value that cannot stand in a script.
         Refused: if the cluster has no Slurm.
     """
 
     cluster: ClusterProfile
-    runs: tuple[Path, ...]
+    runs: tuple[Path, ...]  # absolute paths of run directories, one array task each
     name: str
-    comment: str
-    nodes: int
-    gpus_per_node: int
-    dependency: str | None = None
+    comment: str  # that Slurm keeps with the job, by which it is found again
+    nodes: int  # per array task
+    gpus_per_node: int  # ranks per node: GPUs, or processes where the cluster has no GPUs
+    dependency: str | None = None  # as sbatch takes it, such as `afterok:123`; if that fails, Slurm cancels the job
 
     def __post_init__(self) -> None:
         cluster = self.cluster

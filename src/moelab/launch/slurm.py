@@ -128,11 +128,7 @@ def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | No
 
 
 def cancel(jobs: Iterable[SlurmJob]) -> None:
-    """Cancel jobs; one that has ended is left as it is.
-
-    Raises:
-        SlurmMissing, SlurmError: as :func:`call`.
-    """
+    """Cancel jobs; one that has ended is left as it is. Raises as :func:`call`."""
     numbers: dict[str | None, list[str]] = {}  # by cluster, since two clusters may use the same number
     for job in jobs:
         numbers.setdefault(job.cluster, []).append(checked(job.job_id))
@@ -141,20 +137,12 @@ def cancel(jobs: Iterable[SlurmJob]) -> None:
 
 
 def requeue(job: SlurmJob) -> None:
-    """Restart a running or finished job.
-
-    Raises:
-        SlurmMissing, SlurmError: as :func:`call`.
-    """
+    """Restart a running or finished job; raises as :func:`call`."""
     call("scontrol", *_on(job.cluster), "requeue", checked(job.job_id))
 
 
 def checked(job_id: str) -> str:
-    """Return a job's number; nothing else may reach a command as an argument.
-
-    Raises:
-        SlurmError: if it is not a number.
-    """
+    """Return a job's number; SlurmError for anything else, which may not reach a command as an argument."""
     if not is_number(job_id):
         raise SlurmError(f"job: got {job_id[:80]!r}; valid: a number such as 123, or 123_4 for a task of an array")
     return job_id
@@ -187,34 +175,20 @@ def _line(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """One job, or one task of an array.
+    """One job, or one task of an array."""
 
-    Attributes:
-        job_id: as commands take it: ``12``, or ``12_3`` for a task.
-        raw_id: its own number; a waiting task shares that of its array.
-        state: Slurm's word, such as ``RUNNING``; ``COMPLETING`` and ``REQUEUED`` take precedence over other flags.
-        reason: Slurm's words for why it waits or failed.
-        exit_code: of the batch script; negative for a signal; meaningless before the end.
-        restarts: how often it was requeued.
-        comment: that it was submitted with.
-        cluster: its name where it is not the default cluster of the commands.
-    """
-
-    job_id: str
-    raw_id: str
-    state: str
-    reason: str | None = None
-    exit_code: int | None = None
-    restarts: int = 0
-    comment: str = ""
-    cluster: str | None = None
+    job_id: str  # as commands take it: `12`, or `12_3` for a task
+    raw_id: str  # its own number; a waiting task shares that of its array
+    state: str  # Slurm's word, such as `RUNNING`; `COMPLETING` and `REQUEUED` take precedence over other flags
+    reason: str | None = None  # Slurm's words for why it waits or failed
+    exit_code: int | None = None  # of the batch script; negative for a signal; meaningless before the end
+    restarts: int = 0  # how often it was requeued
+    comment: str = ""  # that it was submitted with
+    cluster: str | None = None  # its name where it is not the default cluster of the commands
 
 
 def queue(cluster: str | None = None) -> list[SlurmJob]:
-    """All jobs that the controller remembers, including those that ended in the last few minutes.
-
-    Args:
-        cluster: its name, if it is not the commands' default.
+    """All jobs that the controller of a cluster remembers, including those that ended in the last few minutes.
 
     Raises:
         SlurmMissing, SlurmError: if it cannot be asked.
@@ -232,9 +206,7 @@ def queue(cluster: str | None = None) -> list[SlurmJob]:
 def ended_by_accounting(job_ids: Iterable[str], cluster: str | None = None) -> dict[str, SlurmJob]:
     """Jobs that ended, from accounting; empty where there is no accounting.
 
-    Args:
-        job_ids: such as ``12`` and ``12_3``; whole arrays are asked for, since tasks that never started share one row.
-        cluster: that they were submitted to, if it is not the default.
+    Whole arrays are asked for, since tasks that never started share one row.
     """
     return _ended([*_on(cluster), "-X"], ACCOUNTING_COLUMNS, {job_id.partition("_")[0] for job_id in job_ids})
 
@@ -397,22 +369,15 @@ def _shown(word: str) -> str | None:
     return None if word in _HIDDEN else _line(word)
 
 
-WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-RUNS = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT"}
-FAILED = {
-    "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED", "LAUNCH_FAILED",
-    "RECONFIG_FAIL",
-}  # fmt: skip
-CANCELLED = {"CANCELLED"}
-STATES = WAITS | RUNS | FAILED | CANCELLED | {"COMPLETED"}
+_WORDS = {
+    State.SUBMITTED: "PENDING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD",
+    State.RUNNING: "RUNNING CONFIGURING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT",
+    State.FAILED: "FAILED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED LAUNCH_FAILED RECONFIG_FAIL",
+    State.CANCELLED: "CANCELLED",
+    State.COMPLETED: "COMPLETED",
+}
 # An unknown word is `unknown`, never completed; so is REVOKED: another cluster of a federation has the job.
-_STATES = (
-    (WAITS, State.SUBMITTED),
-    (RUNS, State.RUNNING),
-    (FAILED, State.FAILED),
-    (CANCELLED, State.CANCELLED),
-    ({"COMPLETED"}, State.COMPLETED),
-)
+STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 
 def state_of(job: SlurmJob) -> State:
@@ -422,7 +387,7 @@ def state_of(job: SlurmJob) -> State:
         >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
         <State.FAILED: 'failed'>
     """
-    return next((state for words, state in _STATES if job.state in words), State.UNKNOWN)
+    return STATES.get(job.state, State.UNKNOWN)
 
 
 def words_of(job: SlurmJob) -> str:
@@ -432,19 +397,12 @@ def words_of(job: SlurmJob) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """What a run directory keeps about its submission.
+    """What a run directory keeps about its submission."""
 
-    Attributes:
-        comment: of the whole array; no other submission has it.
-        task: of the array, from 0.
-        raw_id: the task's own number in Slurm, once it has one: the job completion log knows no other.
-        cluster: that sbatch named, where it is not the only one.
-    """
-
-    comment: str
-    task: int
-    raw_id: str | None = None
-    cluster: str | None = None
+    comment: str  # of the whole array; no other submission has it
+    task: int  # of the array, from 0
+    raw_id: str | None = None  # the task's own number in Slurm, once it has one: the job completion log knows no other
+    cluster: str | None = None  # that sbatch named, where it is not the only one
 
     def write(self, run: RunDir) -> None:
         """Replace a run's ticket."""

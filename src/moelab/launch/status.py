@@ -51,9 +51,6 @@ _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 def refresh(runs: Iterable[RunDir]) -> list[Status]:
     """Update the status of runs, and collect those that ended: Slurm's with one query, and a killed launcher's.
 
-    Args:
-        runs: any.
-
     Returns:
         The status of each. Where Slurm cannot be asked, the last known one, with the reason why it may be out of date.
     """
@@ -160,10 +157,7 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
 
 
 def cancel(runs: Iterable[RunDir]) -> list[Status]:
-    """Cancel waiting and running jobs; ended ones are left as they are.
-
-    Args:
-        runs: any; those that were prepared for Slurm but not submitted are cancelled too.
+    """Cancel waiting and running jobs, and runs that were only prepared; ended ones are left as they are.
 
     Raises:
         Refused: if none of the runs was prepared for Slurm.
@@ -228,11 +222,7 @@ def requeue(runs: Iterable[RunDir]) -> list[Status]:
 
 
 def drain(nodes: Sequence[str], reason: str) -> None:
-    """Let nodes finish what they run and take no more, until an operator resumes them.
-
-    Args:
-        nodes: their names in Slurm.
-        reason: for the operators.
+    """Let nodes finish what they run and take no more, until an operator, who sees the reason, resumes them.
 
     Raises:
         BadInput: for an invalid name or reason.

@@ -47,25 +47,16 @@ Task = tuple[Experiment, RunDir]
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What a call of :func:`submit` did.
-
-    Attributes:
-        study: its name.
-        scripts: as sbatch gets them; one for each number of nodes and GPUs.
-        prepared: runs with a script that were not submitted.
-        submitted: runs that Slurm accepted now.
-        adopted: runs whose job number had not been recorded; it was found in the queue, or given by a person.
-        completed: runs that were finished before and left alone.
-        discovered: runs that were there before.
-    """
+    """What a call of :func:`submit` did."""
 
     study: str
-    scripts: tuple[str, ...]
-    prepared: tuple[RunDir, ...] = ()
-    submitted: tuple[RunDir, ...] = ()
+    scripts: tuple[str, ...]  # as sbatch gets them; one for each number of nodes and GPUs
+    prepared: tuple[RunDir, ...] = ()  # runs with a script that were not submitted
+    submitted: tuple[RunDir, ...] = ()  # runs that Slurm accepted now
+    # runs whose job number had not been recorded; it was found in the queue, or given by a person
     adopted: tuple[RunDir, ...] = ()
-    completed: tuple[RunDir, ...] = ()
-    discovered: Discovery
+    completed: tuple[RunDir, ...] = ()  # runs that were finished before and left alone
+    discovered: Discovery  # runs that were there before
 
     def to_json(self) -> dict[str, Any]:
         """The submission as the command line prints it."""
@@ -89,14 +80,7 @@ class Submission:
 def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | None = None) -> Submission:
     """The scripts of everything that is not finished in a study; nothing is written, and Slurm is not asked.
 
-    Args:
-        study: arms and seeds.
-        runs: the folder that holds all studies; the scripts' run directories are not made.
-        cluster: where it would run.
-        after: job that must succeed first, such as ``123`` or ``123_4``.
-
-    Raises:
-        BadInput, Refused: as :func:`submit`.
+    Args and Raises are those of :func:`submit`.
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster))
@@ -277,12 +261,7 @@ def is_without_number(status: Status) -> bool:
 
 
 def adopt(study: Study, runs: Path, job_id: str) -> Submission:
-    """Record the job number of a study's runs where sbatch's answer was not understood.
-
-    Args:
-        study: arms and seeds.
-        runs: the folder that holds all studies.
-        job_id: number of the job array.
+    """Record the number of the job array of a study's runs where sbatch's answer was not understood.
 
     Raises:
         Refused: if no run lacks a number, runs of several submissions do, Slurm does not know the job, or it was

@@ -86,12 +86,7 @@ class Process:
     """torchrun in a session of its own; it is stopped with all its ranks however the block is left."""
 
     def __init__(self, launched: Command, log: IO[bytes] | None) -> None:
-        """Start it.
-
-        Args:
-            launched: what to start.
-            log: where its output goes; None: where this process's goes.
-        """
+        """Start it; without a log its output goes where this process's goes."""
         self._experiment = Path(launched.variables["MOELAB_EXPERIMENT"])
         self._node = launched.variables.get(NODE_VARIABLE, "")
         launcher = os.getpid()

@@ -221,12 +221,11 @@ def groups_of(layout: Layout, rank: int, *, gpus_per_node: int) -> tuple[Group, 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
     """A rank's place along every axis of both meshes; ``efsdp`` and ``ep`` only with expert parallelism.
 
-    Example:
-        >>> from moelab.experiment import Experiment
-        >>> from moelab.layout import check
-        >>> layout = check(Experiment(gpus_per_node=8, tp=2, ep=4)).layout
-        >>> coordinates(layout, 5)
-        {'pp': 0, 'dp_replicate': 0, 'dp_shard': 2, 'cp': 0, 'tp': 1, 'efsdp': 1, 'ep': 1}
+    >>> from moelab.experiment import Experiment
+    >>> from moelab.layout import check
+    >>> layout = check(Experiment(gpus_per_node=8, tp=2, ep=4)).layout
+    >>> coordinates(layout, 5)
+    {'pp': 0, 'dp_replicate': 0, 'dp_shard': 2, 'cp': 0, 'tp': 1, 'efsdp': 1, 'ep': 1}
     """
     return _digits(layout, rank, DENSE) | (_digits(layout, rank, SPARSE) if layout.ep > 1 else {})
 

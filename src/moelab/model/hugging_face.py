@@ -136,10 +136,9 @@ def read_model(source: str) -> HuggingFaceModel:
     Raises:
         BadInput: if it cannot be read, lacks a dimension, or has something that a shape cannot say.
 
-    Example:
-        >>> qwen = read_model("Qwen3-30B-A3B")
-        >>> qwen.model, qwen.shape["n_kv_heads"], qwen.shape["num_experts"]
-        ('16B', 4, 128)
+    >>> qwen = read_model("Qwen3-30B-A3B")
+    >>> qwen.model, qwen.shape["n_kv_heads"], qwen.shape["num_experts"]
+    ('16B', 4, 128)
     """
     path = Path(source)
     if path.is_dir():

@@ -247,12 +247,11 @@ def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPr
 
     The gain grows with M, because all that does not grow with M is time of the 8-bit side. Arguments as :func:`gain`.
 
-    Example:
-        >>> from moelab.hardware import B200
-        >>> from moelab.projection.calibration import CALIBRATION
-        >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
-        >>> 10_000 < rows < 25_000
-        True
+    >>> from moelab.hardware import B200
+    >>> from moelab.projection.calibration import CALIBRATION
+    >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
+    >>> 10_000 < rows < 25_000
+    True
     """
     from scipy.optimize import brentq  # a projection has no break-even, and does not wait for scipy
 

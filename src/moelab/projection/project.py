@@ -116,12 +116,6 @@ def project(
     Raises:
         Refused: if the layout is illegal or does not fit, with every reason.
         BadInput: if the hardware lacks a figure that is needed, or has no such profile.
-
-    Example:
-        >>> from moelab.titan.arms import named_arms
-        >>> one = project(named_arms()["dsv3_671b_bf16_standard"])
-        >>> abs(sum(one.breakdown_s.values()) - one.step_time_s) < 1e-9
-        True
     """
     cluster = cluster or cluster_of(experiment.hardware)
     require_figures(experiment, cluster)
@@ -159,10 +153,13 @@ def project(
 
 def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
     """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
+    if cluster == cluster_of(experiment.hardware):
+        return experiment
+    if cluster.name in PROFILES:  # its NVLink domains too decide what spans nodes
+        return experiment.model_copy(update={"hardware": cluster.name})
     capability = cluster.node.gpu.capability
     if gpu_of(experiment.hardware).capability == capability:
         return experiment
-    # rules read a profile's capability and nothing else; figures are the cluster's
     same = [name for name in PROFILES if name not in ("local", "cpu") and gpu_of(name).capability == capability]
     if not same:
         raise BadInput(f"{cluster.name} has {cluster.node.gpu.name}, and no profile has a GPU of its kind")

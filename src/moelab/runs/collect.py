@@ -74,36 +74,25 @@ _FOR_ITS_LOSS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Collected(SideFiles):
-    """What one run left, with its side files; of these nothing is known from elsewhere.
-
-    Attributes:
-        arm: name of its arm, empty for a source from elsewhere.
-        status: how it ended; a loss that is not finite is ``failed`` whatever the exit code said.
-        segments: launches that logged a step.
-        rows: metrics table.
-        validation: held-out loss by step.
-        diverged: which loss was not finite, None where none was or a restart got over it.
-        grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
-        sources: digests of the log and the events by their path, as they were when they were read; empty if one of
-            them could not be.
-        notes: what a reader should know of its source.
-    """
+    """What one run left, with its side files; of these nothing is known from elsewhere."""
 
     run: str
-    arm: str
+    arm: str  # name of its arm, empty for a source from elsewhere
     seed: int | None
-    status: Status
-    segments: int
+    status: Status  # how it ended; a loss that is not finite is `failed` whatever the exit code said
+    segments: int  # launches that logged a step
     rows: pd.DataFrame
-    validation: pd.DataFrame
+    validation: pd.DataFrame  # held-out loss by step
     steps_planned: int | None = None
-    diverged: str | None = None
+    diverged: str | None = None  # which loss was not finite, None where none was or a restart got over it
     experiment: Experiment | None = None
+    # NaN or Inf by the step that reported it as its gradient norm
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
     load: ExpertLoad | None = None
     read: MetricsRead | None = None
+    # digests of the log and the events by their path, when they were read; empty if one of them could not be
     sources: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what a reader should know of its source
 
     @property
     def finished(self) -> bool:
@@ -206,13 +195,8 @@ class Collected(SideFiles):
         return {"grad_norm_not_finite_from": min(steps, default=None), "grad_norm_not_finite_steps": len(steps)}
 
 
-def collect_run(run: RunDir, *, save: bool = False) -> Collected:
-    """Read a run directory.
-
-    Args:
-        run: the directory.
-        save: also write ``metrics.parquet`` and ``results.json``.
-    """
+def collect_run(run: RunDir) -> Collected:
+    """Read a run directory."""
     experiment, status = run.experiment, run.status
     sources = _sources(run)
     read, unread = _read_saved(run, sources), list[str]()
@@ -230,7 +214,7 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         diverged = diverged or status.reason
     if read.reason and not (status.state is State.FAILED and status.reason):  # the launcher's own reason says more
         status = replace(status, state=State.FAILED, reason=read.reason)
-    collected = Collected(
+    return Collected(
         **{**vars(side), "damaged": tuple(damaged)},  # of its log, its side files and its load
         run=run.name,
         arm=experiment.arm,
@@ -250,9 +234,6 @@ def collect_run(run: RunDir, *, save: bool = False) -> Collected:
         read=read,
         sources={} if unread else sources,  # what could not be read is tried again each time
     )
-    if save:
-        save_results(run, collected)
-    return collected
 
 
 def _slowed_steps(experiment: Experiment) -> range:

@@ -128,15 +128,10 @@ class RunDir:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A run that cannot be used, because nobody can say what it is a run of.
-
-    Attributes:
-        run: its directory.
-        reason: what is wrong with its record, on one line.
-    """
+    """A run that cannot be used, because nobody can say what it is a run of."""
 
     run: RunDir
-    reason: str
+    reason: str  # what is wrong with its record, on one line
 
     def __str__(self) -> str:
         """For a person."""
@@ -145,17 +140,11 @@ class LeftOut:
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """The run directories at a path.
+    """The run directories at a path."""
 
-    Attributes:
-        runs: those whose record is whole and agrees with its folder, in order of path.
-        left_out: all others.
-        notes: what a reader should know of the runs that are used.
-    """
-
-    runs: tuple[RunDir, ...]
-    left_out: tuple[LeftOut, ...]
-    notes: tuple[str, ...]
+    runs: tuple[RunDir, ...]  # those whose record is whole and agrees with its folder, in order of path
+    left_out: tuple[LeftOut, ...]  # all others
+    notes: tuple[str, ...]  # what a reader should know of the runs that are used
 
     @property
     def all_runs(self) -> list[RunDir]:
@@ -199,12 +188,7 @@ def make(run: RunDir, experiment: Experiment) -> None:
 
 
 def create(runs: Path, experiment: Experiment) -> RunDir:
-    """Make a run directory.
-
-    Args:
-        runs: the folder that holds all studies.
-        experiment: what will run.
-    """
+    """Make a run directory in the folder that holds all studies."""
     run = fresh(runs, experiment)
     make(run, experiment)
     return run

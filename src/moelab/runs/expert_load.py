@@ -109,11 +109,7 @@ def _over_mean(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 class ExpertLoadFile:
-    """The file as a run writes it: step after step, whole at any time.
-
-    Args:
-        run: the run directory; what an earlier launch of the run wrote is kept.
-    """
+    """The file as a run writes it: step after step, whole at any time; what an earlier launch wrote is kept."""
 
     def __init__(self, run: Path) -> None:
         self.path = run / FILE
@@ -124,12 +120,7 @@ class ExpertLoadFile:
         self._rows = pa.schema(_COLUMNS).empty_table() if rows is None else rows
 
     def add(self, step: int, tokens_LE: npt.NDArray[np.int64]) -> None:
-        """Write one step.
-
-        Args:
-            step: in place of what was written of it before.
-            tokens_LE: of each expert ``(L, E)``, a row for each layer from 0; dense layers have none.
-        """
+        """Write one step in place of what was written of it before: a row for each MoE layer, numbered from 0."""
         # Indices of the rows of MoE layers only, which have any token.
         layers, experts = np.indices(tokens_LE.shape)[:, tokens_LE.any(axis=1)].reshape(2, -1)
         values = [np.full(len(layers), step), layers, experts, tokens_LE[layers, experts]]

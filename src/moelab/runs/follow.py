@@ -43,18 +43,13 @@ _CONTROL = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 @dataclass(frozen=True, kw_only=True)
 class RankTable:
-    """The newest steps of all ranks, S steps by R ranks; NaN where a rank said nothing.
+    """The newest steps of all ranks, S steps by R ranks; NaN where a rank said nothing."""
 
-    Attributes:
-        steps: of shape (S,), ascending.
-        step_time_s: of shape (S, R): seconds a step, between two step lines of the same rank. All that happens between
-            them is in it, such as a checkpoint. The first line of a launch has none.
-        memory_gib: of shape (R,): what its newest line shows.
-    """
-
-    steps: np.ndarray[Any, np.dtype[np.int64]]
+    steps: np.ndarray[Any, np.dtype[np.int64]]  # of shape (S,), ascending
+    # of shape (S, R): seconds a step, between two step lines of the same rank. All that happens between them is in it,
+    # such as a checkpoint. The first line of a launch has none
     step_time_s: np.ndarray[Any, np.dtype[np.float64]]
-    memory_gib: np.ndarray[Any, np.dtype[np.float64]]
+    memory_gib: np.ndarray[Any, np.dtype[np.float64]]  # of shape (R,): what its newest line shows
 
     @classmethod
     def empty(cls) -> RankTable:
@@ -145,16 +140,11 @@ class LogFollower:
 
     The file need not exist yet. If it was truncated or replaced it is read from its beginning, and the rows so far are
     kept. The last line is used as soon as it is complete, with or without its line end.
-
-    Attributes:
-        offset: bytes of the file that were read.
-        rank_steps: newest steps by rank.
-        tail: last lines beside the step lines.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.offset = 0
+        self.offset = 0  # bytes of the file that were read
         self._inode = -1
         self._unfinished = UnfinishedLine()
         self.rank_steps, self.tail = RankSteps(), LogTail()
@@ -200,32 +190,20 @@ class LogFollower:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNow:
-    """Where one run is, by its last logged step; a number that it has not logged yet is NaN.
-
-    Attributes:
-        seed: None where the experiment cannot be read.
-        status: as its ``status.json`` says; a loss or gradient norm that is not finite is its reason until there is
-            another.
-        step: 0 before the first.
-        steps: that are planned, 0 where the experiment cannot be read.
-        loss: in nats per token.
-        tps: tokens per second per GPU.
-        memory_gib: of the fullest rank.
-        step_time_s: over the last two logged steps.
-        segments: launches that logged a step.
-    """
+    """Where one run is, by its last logged step; a number that it has not logged yet is NaN."""
 
     name: str
     arm: str
-    seed: int | None
+    seed: int | None  # None where the experiment cannot be read
+    # as its `status.json` says; a loss or gradient norm that is not finite is its reason until there is another
     status: Status
-    step: int
-    steps: int
-    loss: float
-    tps: float
-    memory_gib: float
-    step_time_s: float
-    segments: int
+    step: int  # 0 before the first
+    steps: int  # that are planned, 0 where the experiment cannot be read
+    loss: float  # in nats per token
+    tps: float  # tokens per second per GPU
+    memory_gib: float  # of the fullest rank
+    step_time_s: float  # over the last two logged steps
+    segments: int  # launches that logged a step
 
     @property
     def left_s(self) -> float:
@@ -235,14 +213,7 @@ class RunNow:
 
 
 class RunFollower:
-    """One run directory, read on at every poll.
-
-    Attributes:
-        model: of its experiment with its own dimensions, empty where that cannot be read.
-        ranks: of its experiment.
-        now: where the run is.
-        rows: metrics table, a step that was repeated after a restart once.
-    """
+    """One run directory, read on at every poll."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -255,7 +226,7 @@ class RunFollower:
         else:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
             self.ranks, self.model = experiment.world_size, experiment.model_label
-        self.rows = metrics_table({"segment": [], "step": []})
+        self.rows = metrics_table({"segment": [], "step": []})  # a step that was repeated after a restart once
         self._segments, self._status = 0, run.status
         self._failure: str | None = None
         self.now = self._now()
@@ -312,10 +283,6 @@ class StudyFollower:
     """All runs at or below a path, the newest attempt at each arm and seed.
 
     The path need not exist yet: a job that waits makes its folder when it starts.
-
-    Args:
-        path: a run, a study, or the folder of all studies.
-        clock: monotonic seconds.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -346,11 +313,8 @@ class StudyFollower:
     def ask(self, scheduler: Callable[[Sequence[RunDir]], Sequence[Status]]) -> str:
         """Have the status files brought up to date; the next poll reads them.
 
-        Args:
-            scheduler: returns the status of each run; where it could not find out, with a reason beyond the file's.
-
         Returns:
-            That reason, or an empty text.
+            The reason why the scheduler could not find out, which is beyond the file's; else an empty text.
         """
         runs = [one.run for one in self.runs]
         statuses = scheduler(runs)

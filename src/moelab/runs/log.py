@@ -302,11 +302,7 @@ def _in_time_order(lines: list[LogLine]) -> list[LogLine]:
 
 
 def scan(block: bytes) -> Iterator[LogLine]:
-    """Yield the lines of ``block`` that matter, in the order of the file.
-
-    Args:
-        block: whole lines of a log, any encoding that keeps ASCII, with any line ends and rank prefixes.
-    """
+    """Yield the lines that matter among whole ones, in any encoding that keeps ASCII, in the order of the file."""
     rare = deque(sorted(_rare_lines(block)))
     for match in _STEP.finditer(block):
         while rare and rare[0][0] < match.start():
@@ -332,12 +328,7 @@ class StepRows:
         self.disagreements: dict[int, tuple[float, float]] = {}
 
     def add(self, step: int, values: tuple[float, ...]) -> bool:
-        """Merge one rank's line into the row of its step and tell whether that changed anything.
-
-        Args:
-            step: training step, counted from 1.
-            values: the line's :data:`FIELDS`.
-        """
+        """Merge one rank's :data:`FIELDS` into the row of its step and tell whether that changed anything."""
         if step > self.last_step:
             self.last_step = step
             self.steps.append(step)

@@ -82,16 +82,12 @@ class LogBytes:
     Args:
         path: of the log: plain, or packed with gzip, xz, bzip2 or zstd whatever its name is.
 
-    Attributes:
-        is_plain: whether its bytes are its text.
-        damage: why its end could not be read, once its blocks were; None if it could.
-
     Raises:
         NotALog: naming how it is packed, if that cannot be unpacked here.
     """
 
     def __init__(self, path: Path) -> None:
-        self.damage: str | None = None
+        self.damage: str | None = None  # why its end could not be read, once its blocks were
         self._path = path
         with path.open("rb") as file:
             head = file.read(256)
@@ -99,6 +95,7 @@ class LogBytes:
             if head.startswith(magic):
                 raise NotALog(f"{path} is {kind}, not a log. Unpack it and give the log itself")
         self._unpacker = next((new for magic, new in _UNPACKERS.items() if head.startswith(magic)), None)
+        # Whether its bytes are its text.
         self.is_plain = self._unpacker is None and _utf16(head) is None
 
     def __iter__(self) -> Iterator[bytes]:

@@ -115,12 +115,7 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
 
 
 def run_settings(run: RunDir, environment: Environment | None) -> Settings:
-    """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first.
-
-    Args:
-        run: its directory.
-        environment: its machine and versions; None if they are not known.
-    """
+    """The configuration of one of our runs; what its log says was resolved, such as ``dp_shard``, comes first."""
     fields = run.experiment.model_dump(mode="json", exclude={"name", "seed"})  # which runs of one arm do not share
     values = dict(_flat(fields))
     if environment:

@@ -7,7 +7,6 @@ that they belong to, by name, and hides neither this run nor another.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision
+from moelab.machine import counted
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RECORDED_FOLDER, RunDir
 
 ENVIRONMENT_FILE, LATER_ENVIRONMENT_FILES = "environment.json", "environment-*.json"
@@ -71,10 +71,8 @@ class Environment(_Written):
         >>> Environment.model_construct(gpus=[], processor="A processor", cores=2, hosts=1).machine
         'A processor, 2 cores, no GPU'
         """
-        counts = Counter(gpu.name for gpu in self.gpus)
-        models = ", ".join(f"{count} × {name}" for name, count in counts.items())
         none = "no GPU" if self.on_cpu else f"GPUs unknown: {self.gpu_problem}"
-        one = models or f"{self.processor}, {self.cores} cores, {none}"
+        one = counted(gpu.name for gpu in self.gpus) or f"{self.processor}, {self.cores} cores, {none}"
         return one if self.hosts == 1 else f"{one} on each of {self.hosts} hosts"
 
     @property
@@ -119,38 +117,29 @@ class _Recorded(_Written):
 
 @dataclass(frozen=True, kw_only=True)
 class SideFiles:
-    """What a run's side files say.
+    """What a run's side files say."""
 
-    Attributes:
-        environment: where it ran; None if that is not known.
-        converted: what multiplies in MXFP8 over all pipeline stages: ``kernels`` and ``modules``; None if nothing was
-            recorded. Where ranks disagree, ``kernels`` names all.
-        dispatcher: what moved the tokens: ``dispatcher``, and ``kernels`` of a DeepEP one, ``emulated`` where its
-            stand-in did; None if nothing was recorded.
-        command: that launched it on one machine; empty if it is not known.
-        traces: for each rank whose step was traced, its ``rank`` and ``step``, the seconds that the step and an
-            untraced one took (``step_s``, ``usual_step_s``), those of writing (``write_s``), and ``files``, each with
-            its ``file``, its ``bytes`` and the ``reason`` if it was not kept.
-        damaged: what is wrong, a phrase for each file, with what is therefore not known.
-        speed_known: whether it is known what its speed is the speed of: one machine, and kernels emulated or not.
-    """
-
-    environment: Environment | None = None
+    environment: Environment | None = None  # where it ran; None if that is not known
+    # what multiplies in MXFP8 over all pipeline stages: `kernels` and `modules`; None if nothing was recorded. Where
+    # ranks disagree, `kernels` names all
     converted: dict[str, Any] | None = None
+    # what moved the tokens: `dispatcher`, and `kernels` of a DeepEP one, `emulated` where its stand-in did; None if
+    # nothing was recorded
     dispatcher: dict[str, Any] | None = None
-    command: str = ""
+    command: str = ""  # that launched it on one machine; empty if it is not known
+    # for each rank whose step was traced, its `rank` and `step`, the seconds that the step and an untraced one took
+    # (`step_s`, `usual_step_s`), those of writing (`write_s`), and `files`, each with its `file`, its `bytes` and the
+    # `reason` if it was not kept
     traces: tuple[dict[str, Any], ...] = ()
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()  # what is wrong, a phrase for each file, with what is therefore not known
+    # whether it is known what its speed is the speed of: one machine, and kernels emulated or not
     speed_known: bool = False
 
 
 def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> SideFiles:
     """Read what stands beside a run's log.
 
-    Args:
-        run: its directory.
-        experiment: what it was asked to do.
-        started: whether it logged a step: its launcher had written ``environment.json`` by then.
+    ``started``: it logged a step, so its launcher had written ``environment.json`` by then.
     """
     environment, wrong = _read(run.path / ENVIRONMENT_FILE, Environment)
     damaged = [f"{wrong}: machine and versions unknown"] if wrong and (started or "missing" not in wrong) else []

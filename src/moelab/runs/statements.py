@@ -47,23 +47,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """What somebody said about the end of a run.
-
-    Attributes:
-        kind: what it says.
-        message: on one line.
-        rank: of whom; None if that is not known.
-        time: in whole seconds since the Unix epoch; infinite if not known.
-        has_words: whether it says more than that the rank ended.
-        is_end: whether it shows that the job ended; a warning only explains why.
-    """
+    """What somebody said about the end of a run."""
 
     kind: Kind
-    message: str
-    rank: int | None = None
-    time: float = math.inf
-    has_words: bool = True
-    is_end: bool = True
+    message: str  # on one line
+    rank: int | None = None  # of whom; None if that is not known
+    time: float = math.inf  # in whole seconds since the Unix epoch; infinite if not known
+    has_words: bool = True  # whether it says more than that the rank ended
+    is_end: bool = True  # whether it shows that the job ended; a warning only explains why
 
     def __str__(self) -> str:
         """With the rank in front."""

@@ -40,26 +40,17 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """Content of ``status.json``.
-
-    Attributes:
-        reason: on one line, why it failed or was cancelled.
-        exit_code: of torchrun or of the job.
-        job_id: of Slurm, when there is one.
-        attempts: how often it was started.
-        updated: seconds since the Unix epoch.
-        boot_id: of the machine that `moelab run` runs on, since it was started; it names no machine.
-    """
+    """Content of ``status.json``."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     state: State
-    reason: str | None = None
-    exit_code: int | None = None
-    job_id: str | None = None
-    attempts: int = 0
-    updated: float = 0.0
-    boot_id: str | None = None
+    reason: str | None = None  # on one line, why it failed or was cancelled
+    exit_code: int | None = None  # of torchrun or of the job
+    job_id: str | None = None  # of Slurm, when there is one
+    attempts: int = 0  # how often it was started
+    updated: float = 0.0  # seconds since the Unix epoch
+    boot_id: str | None = None  # of the machine that `moelab run` runs on, since it was started; it names no machine
 
     def __post_init__(self) -> None:
         """A reason may quote a log, and is shown and stored as it is: it holds no keys and moves no cursor."""

@@ -89,10 +89,7 @@ def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -
 
 
 def read_own_times(folder: Path) -> pd.DataFrame:
-    """Read from TorchTitan's structured logs how long each batch took to fetch.
-
-    Args:
-        folder: ``structured_logs`` of a run; a rank that was restarted has several files.
+    """Read from a run's ``structured_logs`` how long each batch took to fetch; a restarted rank has several files.
 
     Returns:
         ``step``, ``rank``, ``host`` and ``time_s`` of each batch, of which a step may have several.

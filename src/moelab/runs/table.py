@@ -74,27 +74,17 @@ _QUARTER_HOUR_S: Final = 900.0  # every time zone is a whole number of these fro
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsRead:
-    """What a reader found.
+    """What a reader found."""
 
-    Attributes:
-        columns: any of the metrics table's, ``segment`` and ``step`` among them, with :data:`REPORTED_NAN`.
-        validation_columns: any of :data:`VALIDATION_COLUMNS`, one row per segment and validated step.
-        segments: number of segments that logged anything.
-        reason: one line when the source itself shows that training failed, else None.
-        grad_norm_not_finite: NaN or Inf by the step that reported it as its gradient norm.
-        notes: what a reader should know of the source: what of it could not be read, or has no loss.
-        name: of the run, where the source holds several; None if it has none.
-        run: as the source names all of it.
-    """
-
-    columns: Columns
-    validation_columns: Columns
-    segments: int
-    reason: str | None
+    columns: Columns  # any of the metrics table's, `segment` and `step` among them, with `REPORTED_NAN`
+    validation_columns: Columns  # any of `VALIDATION_COLUMNS`, one row per segment and validated step
+    segments: int  # number of segments that logged anything
+    reason: str | None  # one line when the source itself shows that training failed, else None
+    # NaN or Inf by the step that reported it as its gradient norm
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    name: str | None = None
-    run: str | None = None
+    notes: tuple[str, ...] = ()  # what a reader should know of the source: what of it could not be read, or has no loss
+    name: str | None = None  # of the run, where the source holds several; None if it has none
+    run: str | None = None  # as the source names all of it
 
     @functools.cached_property
     def rows(self) -> pd.DataFrame:
@@ -124,11 +114,7 @@ def metrics_read(
 ) -> MetricsRead:
     """Return what a reader found, however its source is built.
 
-    Args:
-        columns: :attr:`MetricsRead.columns`.
-        validation: :attr:`MetricsRead.validation_columns`.
-        failures: by segment, the first step at which its loss was not finite, and that loss.
-        more: notes and names of :class:`MetricsRead`.
+    ``failures`` has, by segment, the first step at which its loss was not finite, and that loss.
     """
     logged = {*np.unique(columns["segment"]).tolist(), *np.unique(validation["segment"]).tolist()}
     last = max(logged | set(failures), default=0)
@@ -159,14 +145,8 @@ def separate_runs(
     unless its first loss is the same, and the last one of the same step: a restart that found no checkpoint, with the
     same seed. Launches of other settings are never of one run.
 
-    Args:
-        columns: as :func:`metrics_read` takes it.
-        validation: as :func:`metrics_read` takes it.
-        failures: as :func:`metrics_read` takes it.
-        source: where they were read.
-        settings: of each launch, as far as they are known.
-        run: as the source names all of it.
-        notes: :attr:`MetricsRead.notes`.
+    ``columns``, ``validation`` and ``failures`` are what :func:`metrics_read` takes; ``settings`` are those of each
+    launch, as far as they are known, and ``run`` is how the source names all of it.
 
     Raises:
         BadInput: the launches show that two runs are mixed, so that nothing says which row is whose.
@@ -263,11 +243,8 @@ def metrics_table(
 ) -> pd.DataFrame:
     """Return a table with exactly :data:`COLUMNS` and :data:`DTYPES`; columns not given are missing values.
 
-    Args:
-        columns: any of the table's columns, each an array of equal length; ``segment`` and ``step`` are required.
-        run: name of the run, put into every row that ``columns`` gives none for.
-        arm: the same of its arm.
-        seed: the same of its seed.
+    Of ``columns``, arrays of equal length, ``segment`` and ``step`` are required; ``run``, ``arm`` and ``seed`` are put
+    into every row that they give none for.
     """
     return _table(columns, COLUMNS, {"run": run, "arm": arm, "seed": seed})
 
@@ -363,10 +340,6 @@ def combine(log: Columns, tb: Columns) -> Columns:
     segments are therefore matched with the log's by what they contain (loss, then time), not by their number. Memory is
     the larger of the two, because TensorBoard knows one rank only. Times of log lines are moved to TensorBoard's when
     the log was written in another time zone than it is read in.
-
-    Args:
-        log: :attr:`MetricsRead.columns` of one run, as :func:`moelab.runs.log.read_log` reads it.
-        tb: of the same run, as :func:`moelab.runs.tensorboard.read_tensorboard` reads it.
     """
     if not len(log["step"]) or not len(tb["step"]):
         return log if len(log["step"]) else tb
@@ -425,13 +398,7 @@ def _matching_segments(log: Columns, tb: Columns) -> dict[int, int]:
 
 
 def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
-    """Steps that reported NaN or Inf as their gradient norm; of a step that was repeated, the last value counts.
-
-    Args:
-        columns: of a metrics table that is not made yet, with :data:`REPORTED_NAN`.
-
-    Returns:
-        NaN or Inf by step, in the order of the steps.
+    """NaN or Inf by the step that reported it as its gradient norm; of a repeated step the last value counts.
 
     >>> grad_norms_not_finite({"segment": [0, 0, 1], "step": [7, 8, 8], "grad_norm": [float("inf"), REPORTED_NAN, 0.5]})
     {7: inf}

@@ -53,9 +53,6 @@ def read_tensorboard(folder: str | Path) -> MetricsRead:
     Values have the float32 precision in which they were written. ``lr`` is the largest of the optimizers' and parameter
     groups' learning rates, ``time`` the moment at which the loss was written.
 
-    Args:
-        folder: a run's TensorBoard folder, or any folder above its event files.
-
     Raises:
         NotATensorBoardFolder: no event file lies under ``folder``.
     """
@@ -66,9 +63,6 @@ def tensorboard_runs(folder: Path) -> list[MetricsRead]:
     """Read every event file under a folder of one run or of several.
 
     A folder whose name is no launch's date, no rank and not ``tb`` is a run, named by its path below ``folder``.
-
-    Args:
-        folder: any folder above event files.
 
     Raises:
         NotATensorBoardFolder: no event file lies under ``folder``.
