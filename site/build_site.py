@@ -226,9 +226,9 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         self.ids |= {given[name] for name in ("id", "name") if given.get(name)}
-        found = {given[name] for name in ("href", "src") if given.get(name)}
-        self.refers |= found
-        self.loads |= found if tag != "a" else set()
+        links = {given[name] for name in ("href", "src") if given.get(name)}
+        self.refers |= links
+        self.loads |= links if tag != "a" else set()
 
 
 def links(folder: Path) -> tuple[list[str], list[str]]:
@@ -239,12 +239,12 @@ def links(folder: Path) -> tuple[list[str], list[str]]:
     """
     pages = {path: _Page(path.read_text()) for path in sorted(folder.rglob("*.html"))}
     broken, outside = [], set()
-    for path, found in pages.items():
-        for link in sorted(found.refers):
+    for path, content in pages.items():
+        for link in sorted(content.refers):
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 outside.add(link)
-                if link in found.loads and parts.scheme != "data":
+                if link in content.loads and parts.scheme != "data":
                     broken.append(f"{path.relative_to(folder)}: {link} (the page itself asks the network for it)")
                 continue
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path.resolve()

@@ -93,10 +93,9 @@ class Node:
         It takes equally many of each, as ``sbatch --segment`` places it, and of the counts that do not cut an
         expert-parallel group the largest: 64 hosts of four GPUs with groups of 64 are 16 in each of four NVL72 racks.
 
-        Example:
-            >>> tray = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
-            >>> tray.nvlink_ranks(nodes=64, gpus_per_node=4, ep=64), tray.nvlink_ranks(nodes=72, gpus_per_node=4)
-            (64, 72)
+        >>> tray = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
+        >>> tray.nvlink_ranks(nodes=64, gpus_per_node=4, ep=64), tray.nvlink_ranks(nodes=72, gpus_per_node=4)
+        (64, 72)
         """
         most = max(1, self.domain // max(gpus_per_node, self.gpus))
         sizes = [taken * gpus_per_node for taken in range(1, min(nodes, most) + 1) if nodes % taken == 0]
@@ -226,9 +225,8 @@ NIC_400G = CLUSTERS["b200_x256"].node.nic_gb_s
 def known_gpu(name: str) -> Gpu | None:
     """The GPU of a name that CUDA or nvidia-smi gives, such as ``NVIDIA H100 PCIe``; None where it is not known.
 
-    Example:
-        >>> known_gpu("NVIDIA H100 NVL").bf16_tflops.value, known_gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-        (835, None)
+    >>> known_gpu("NVIDIA H100 NVL").bf16_tflops.value, known_gpu("NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    (835, None)
     """
     return MODELS.get(name.removeprefix("NVIDIA "))
 
@@ -297,10 +295,6 @@ def cluster_of(hardware: str | OwnHardware) -> Cluster:
     Raises:
         BadInput: if there is no such profile, or no such GPU.
         GpusUnknown: for ``local`` where nvidia-smi fails.
-
-    Example:
-        >>> cluster_of("b200_x256").gpus
-        256
     """
     if isinstance(hardware, OwnHardware):
         return cluster_from(hardware)

@@ -133,10 +133,6 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
     Raises:
         BadInput: if its hardware profile does not exist.
         GpusUnknown: if it is ``local`` and nvidia-smi fails.
-
-    Example:
-        >>> plan(Experiment()).verdict.legal
-        True
     """
     verdict = check(experiment)
     legal = verdict.layout if verdict.legal else None
@@ -211,6 +207,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
         raise Refused(f"TorchTitan cannot be imported here: {error}") from error
 
     capability = gpu_of(experiment.hardware).capability
+    # Rounded, because 10.3 has no exact binary form.
     assumed = assume_gpu((int(capability), round(capability * 10) % 10)) if capability else nullcontext()
     with assumed:
         resolved: dict[str, Any] = json.loads(json.dumps(trainer_config(experiment).to_dict(), default=str))

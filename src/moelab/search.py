@@ -152,11 +152,10 @@ def search(
     Raises:
         BadInput: if a fixed field is not one that a search varies.
 
-    Example:
-        >>> debug = search(Experiment(model="debug", gpus_per_node=4), limit=1)
-        >>> best = debug.candidates[0].experiment
-        >>> best.pp, best.dp_replicate, best.dp_shard, best.tp, best.ep
-        (1, 1, 4, 1, 1)
+    >>> debug = search(Experiment(model="debug", gpus_per_node=4), limit=1)
+    >>> best = debug.candidates[0].experiment
+    >>> best.pp, best.dp_replicate, best.dp_shard, best.tp, best.ep
+    (1, 1, 4, 1, 1)
     """
     examined, legal = 0, []
     for judged, some in _legal_layouts(experiment, fixed=fixed, global_batch=global_batch):
@@ -164,7 +163,7 @@ def search(
         legal += some
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for candidate in _by_memory(facts_of(experiment), sorted(legal), headroom_gib):
+    for candidate in _by_memory(facts_of(experiment), sorted(legal), headroom_gib):  # tuples in the stated order
         (too_large if candidate.fits is False else fitting).append(candidate)
         if len(fitting) == limit:
             break
@@ -355,13 +354,7 @@ class Space:
 
     Of schedules that wait equally long and hold equally much only the first is kept.
 
-    Args:
-        experiment, cluster, fixed, global_batch, calibration: as :func:`moelab.recommendation.recommend` takes them.
-
-    Attributes:
-        experiment: as given, on a GPU of the cluster's kind.
-        calibration: as given.
-        cluster: that layouts are projected to.
+    Arguments are those of :func:`moelab.recommendation.recommend`; ``experiment`` is then on the cluster's kind of GPU.
     """
 
     def __init__(
@@ -391,7 +384,7 @@ class Space:
             self._legal += len(legal)
             kept: set[tuple[Any, ...]] = set()
             for one in legal:
-                same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))
+                same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))  # equal but for rounding
                 too_long = one.at_once > 1 and one.at_once * experiment.seq_len > MOST_TOKENS_AT_ONCE * one.cp
                 if not too_long and same not in kept:
                     kept.add(same)
@@ -486,9 +479,7 @@ class Space:
 class _Variant:
     """An experiment with some settings and a checkpointing: which layouts are legal, how fast and how large they are.
 
-    Args:
-        given: the experiment; its layout does not matter.
-        cluster, calibration: those of the :class:`Space`.
+    The layout of ``given`` does not matter.
     """
 
     def __init__(self, given: Facts, cluster: Cluster, calibration: Calibration) -> None:

@@ -16,8 +16,8 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
 from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.project import Projection, project, with_network
-from moelab.projection.uncertainty import Estimate, gain_interval
+from moelab.projection.project import Projection, gain_over, project, with_network
+from moelab.projection.uncertainty import Estimate
 
 PROFILES: Mapping[str, str] = {
     "H100": "h100_x1024",
@@ -54,10 +54,6 @@ def cluster_like(gpu: str, *, nodes: int, network_gb_s: float | None = None) -> 
 
     Raises:
         BadInput: for an unknown GPU or an impossible figure.
-
-    Example:
-        >>> float(cluster_like("B200", nodes=4, network_gb_s=100).node.nic_gb_s)
-        100.0
     """
     if gpu not in PROFILES:
         raise BadInput(f"gpu is {gpu!r}; the kinds are {', '.join(PROFILES)}")
@@ -95,24 +91,11 @@ def by_network(
 def gains_by_network(
     points: Sequence[Point], *, calibration: Calibration = CALIBRATION
 ) -> dict[str, dict[float, Estimate]]:
-    """Percent that each arm of :func:`by_network` is faster than the first, BF16 with the standard all-to-all.
-
-    Returns:
-        By arm, then by bandwidth, a gain with its 90 % interval.
-    """
+    """Percent, by arm and bandwidth, that each of :func:`by_network` is faster than BF16 with the standard exchange."""
     at = {(point.series, point.x): point.projection for point in points}
     baseline, *arms = dict.fromkeys(point.series for point in points)
     return {
-        arm: {
-            x: gain_interval(
-                one.job,
-                at[baseline, x].job,
-                calibration,
-                extrapolated=bool(one.outside or at[baseline, x].outside),
-            )
-            for (series, x), one in at.items()
-            if series == arm
-        }
+        arm: {x: gain_over(one, at[baseline, x], calibration) for (series, x), one in at.items() if series == arm}
         for arm in arms
     }
 

@@ -172,12 +172,8 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     """Two studies side by side: every arm of both, paired by seed with the first arm of the first."""
     first, second = make_study(tmp_path), make_study(tmp_path, "t", dict.fromkeys(ENDS, 0.5))
     found = compared(first, second)
-    assert [side.label for side in found.sides] == [
-        "s: BF16 + standard all-to-all",
-        "s: MXFP8 + standard all-to-all",
-        "t: BF16 + standard all-to-all",
-        "t: MXFP8 + standard all-to-all",
-    ]
+    names = ("BF16 + standard all-to-all", "MXFP8 + standard all-to-all")
+    assert [side.label for side in found.sides] == [f"{study}: {name}" for study in "st" for name in names]
     alone = judge_paths([first])
     assert alone.study is not None
     near, same, far = found.differences
@@ -185,12 +181,7 @@ def test_common_seeds_are_judged_as_in_a_study(tmp_path: Path) -> None:
     assert far.verdict is not None
     assert near.verdict.interval == alone.verdicts[0].interval
     assert near.nats == pytest.approx(0.0035, abs=1e-6)
-    # The last point of the drawn difference is the verdict, as in a study.
-    drawn = {one.caption: one.figure for one in report_figures(found)}
-    curves = drawn["Difference of s: MXFP8 + standard all-to-all from s: BF16 + standard all-to-all, paired by seed."]
-    mean = next(trace for trace in curves.data if trace.name == "mean over seeds")
-    assert mean.y[-1] == pytest.approx(near.verdict.mean_difference_nats, abs=1e-9)
-    assert sum("paired by seed" in caption for caption in drawn) == 4  # all verdicts in one, then each
+    assert sum("paired by seed" in one.caption for one in report_figures(found)) == 4  # all verdicts in one, then each
     assert same.nats == 0.0
     assert far.verdict.answer is Answer.DIFFERENT
     assert [side["tps"]["median"] for side in found.to_json()["sides"]] == [1000, 500, 1000, 500]
@@ -349,12 +340,7 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
 def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
     found = compared(EXAMPLE_LOGS[0])
     assert (found.title, found.differences) == ("Run bf16_on_h100", [])
-    assert [figure.caption.split(":")[0] for figure in report_figures(found)] == [
-        "Training loss.",
-        "Throughput",
-        "Step times",
-        "Gradient norm and learning rate.",
-    ]
+    assert len(report_figures(found)) == 4  # loss, throughput, step times, gradient norm
     (done,) = report_figures(found)[2].figure.data  # percent of the steps that took at most so long
     seconds = found.sides[0].step_time_s
     assert [done.x[list(done.y).index(100)], done.x[list(done.y).index(0)]] == [max(seconds), min(seconds)]
@@ -496,9 +482,6 @@ def test_reading_a_log_takes_time_with_its_length(tmp_path: Path, unit: str, wid
     before_s = time.process_time()
     assert list(launch_settings(log)) == [{}]
     assert time.process_time() - before_s < 5.0
-
-
-# The command
 
 
 def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,9 +60,6 @@ def explained(tmp_path: Path, events: Sequence[Any], **header: Any) -> Explanati
     return explain([write(tmp_path / "trace.json", events, **header)])
 
 
-# --- the measured steps ----------------------------------------------------------------------------------------------
-
-
 # span, compute, collectives and what of them is exposed, all-to-all and what is exposed, idle; all ms
 MEASURED_STEPS = {
     "two_h200_full_standard": (707.7, 569.5, 88.7, 55.9, 57.7, 47.2, 35.0),
@@ -98,9 +95,6 @@ def test_a_measured_step_has_passes_layers_and_causes() -> None:
     assert any("cudaEventSynchronize in CompiledFunction" in gap.where for gap in found.gaps), "counts of tokens"
     none = explain([MEASURED / "trace_four_h200_none_standard.json.gz"])
     assert all(row["recompute"] == 0 for row in none.kernels_ms.values()), "nothing is checkpointed"
-
-
-# --- unions ----------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.sampled_from([GEMM, A2A, NORM, "no_such_kernel"]), st.integers(0, 60), st.integers(1, 12)),
@@ -277,7 +271,7 @@ def test_parts_are_the_projections_own() -> None:
     assert {*COMPUTE, *COMMUNICATION} - own == set(CATEGORIES) - {"host and waiting", "pipeline bubble"}
 
 
-# --- why the GPU is idle ---------------------------------------------------------------------------------------------
+# --- idle time, passes and layers ------------------------------------------------------------------------------------
 
 
 def test_idle_time_is_the_hosts_a_synchronisations_or_a_graphs(tmp_path: Path) -> None:
@@ -321,9 +315,6 @@ def test_without_correlation_nothing_is_guessed(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps([kernel(GEMM, 0, 10)]))
     assert "rank (a GPU that is not named): 100.0% compute" in explanation_text(explain([tmp_path / "list.json"]))
     assert found.kernels_ms["other GEMMs"]["unknown"] == pytest.approx(0.01)
-
-
-# --- passes, layers --------------------------------------------------------------------------------------------------
 
 
 def test_passes_and_layers_are_those_of_the_operators(tmp_path: Path) -> None:
@@ -421,7 +412,7 @@ def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
         explain([path], step=9)
 
 
-# --- files of all kinds ----------------------------------------------------------------------------------------------
+# --- files of all kinds, and the command -----------------------------------------------------------------------------
 
 
 def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -617,9 +608,6 @@ def test_a_long_file_is_never_in_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert len(trace.events) == 1
     assert peak < 7e6 < 0.5 * (tmp_path / "trace.json").stat().st_size
-
-
-# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_the_contract(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,11 +6,13 @@ import errno
 import gc
 import json
 import math
-import shutil
+import tempfile
 import threading
 import time
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -183,9 +185,8 @@ def running(runs: Path, losses: tuple[float, ...] = (8.0, 7.9), **changes: Any) 
 
 
 def log_another_step(run: RunDir) -> None:
-    longer = running(run.path.parent / "elsewhere", (8.0, 7.9, 7.5))
-    run.log.write_text(longer.log.read_text())
-    shutil.rmtree(run.path.parent / "elsewhere")
+    with tempfile.TemporaryDirectory() as elsewhere:
+        run.log.write_text(running(Path(elsewhere), (8.0, 7.9, 7.5)).log.read_text())
 
 
 def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: Any) -> None:
@@ -219,8 +220,7 @@ def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> Non
 
 
 def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, view: Any) -> None:
-    running(tmp_path)
-    other = running(tmp_path, precision="fp8")
+    one, other = running(tmp_path), running(tmp_path, precision="fp8")
     asked, chosen = threading.Event(), threading.Event()
 
     def ask(_runs: object) -> list[Status]:
@@ -228,14 +228,11 @@ def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, 
         assert chosen.wait(60)
         return [Status(state=State.RUNNING)] * 2
 
-    chosen.set()
-    shown = view(ask=ask)
+    shown = view(ask=lambda runs: [run.status for run in runs])
     shown_in_a_browser(shown)
-    shown.shown.value = next(name for name in shown.shown.options if name != other.name)
+    shown.shown.value = one.name
     assert "FP8" not in title(shown.figures["rank_memory"])
-    asked.clear()
-    chosen.clear()
-    shown._asked_at = -math.inf
+    shown._ask, shown._asked_at = ask, -math.inf
     look = threading.Thread(target=shown.update)
     look.start()
     assert asked.wait(60)
@@ -274,11 +271,7 @@ def test_cancel_asks_first_and_then_cancels_that_run(tmp_path: Path, view: Any) 
 
 def test_a_cancel_that_fails_is_said(tmp_path: Path, view: Any) -> None:
     running(tmp_path)
-
-    def cancel(_run: RunDir) -> None:
-        raise SlurmError("scancel: <timed out>")
-
-    shown = view(cancel=cancel)
+    shown = view(cancel=Mock(side_effect=SlurmError("scancel: <timed out>")))
     shown.cancel.click()
     shown.confirm.click()
     assert "not cancelled: scancel: &lt;timed out&gt;" in shown.message.value
@@ -303,20 +296,14 @@ def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
 
 def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
     running(tmp_path)
-    looks: list[int] = []
-
-    def ask(_runs: object) -> list[Status]:
-        looks.append(1)
-        if len(looks) == 2:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return [Status(state=State.RUNNING)]
-
+    answer = [Status(state=State.RUNNING)]
+    ask = Mock(side_effect=chain([answer, OSError(errno.ESTALE, "Stale file handle")], repeat(answer)))
     shown = LiveView(tmp_path, interval_s=0.1, ask=ask)
     deadline = time.monotonic() + 60
-    while len(looks) < 3 and time.monotonic() < deadline:
+    while ask.call_count < 3 and time.monotonic() < deadline:
         shown._asked_at = -math.inf
         time.sleep(0.05)
-    assert len(looks) >= 3
+    assert ask.call_count >= 3
     assert shown._thread.is_alive()
     shown.stop()
 

@@ -14,7 +14,6 @@ import nbformat
 import pytest
 import yaml
 from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, sources
-from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
 
 from moelab import notebooks
@@ -225,34 +224,8 @@ def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     bound = {name: object() for cell in (check, *others) for name in names_bound_at_its_top(cell)}
     assert len(bound) > 2
     assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
-
-    validation = re.sub(r"(?<=globals\(\)\)).*", "", check, flags=re.DOTALL)  # what 05's cell does then takes seconds
-    namespace: dict[str, Any] = {"In": [""]}
-    smoke = notebook.parents[1] / "papermill_params" / notebook.stem / "smoke.yaml"
-    injected = read_parameters(smoke) if smoke.exists() else {}
-
-    def run(*cells: str) -> None:
-        for cell in cells:
-            namespace["In"].append(cell)
-            exec(validation if cell is check else cell, namespace)
-
-    for _ in range(2):
-        run(own, PythonTranslator.codify(injected), check)
-        assert namespace["parameters"].model_dump() == values | injected
-        namespace["In"] += others
-        namespace.update(bound)
-    run(check)
-    edited = next(
-        name for name in ("steps", "seed", "sender", "tokens", "search_limit", "margin_nats", "layer") if name in values
-    )
-    run(re.sub(rf"^{edited} = ", f"{edited} = 1 + ", own, flags=re.MULTILINE), check)
-    assert namespace["parameters"].model_dump() == values | {edited: 1 + values[edited]}
-    near = next(iter(values)) + "s"
-    for cells in ([f"{own}\n{near} = 4"], [own, PythonTranslator.codify({near: 4})]):
-        with pytest.raises(BadInput, match=f"unknown field {near!r}; did you mean {near[:-1]!r}"):
-            run(*cells, check)
-    run(own, check)
-    assert namespace["parameters"].model_dump() == values
+    namespace = values | bound | {"In": ["", own, check, *others, own, check]}
+    assert validated(schema_of(notebook), namespace).model_dump() == values
 
 
 def names_bound_at_its_top(cell: str) -> set[str]:

@@ -36,8 +36,6 @@ PUBLISHED = Experiment(  # 256 GB200 as public DeepSeek-V3 recipes use them: PP 
         (TRAY, 64, 4, 64, 64),
         (TRAY, 72, 4, 8, 72),
         (TRAY, 18, 4, 72, 72),
-        (TRAY, 2, 4, 8, 8),
-        (TRAY, 1, 4, 4, 4),
         (TRAY, 36, 4, 48, 48),  # of 72, each second group would lie in two racks
         (TRAY, 32, 2, 64, 32),  # two of a tray's four GPUs: 18 trays have 36
         (TRAY, 4, 64, 64, 64),  # a rack counted as one node
@@ -45,7 +43,6 @@ PUBLISHED = Experiment(  # 256 GB200 as public DeepSeek-V3 recipes use them: PP 
         (TRAY, 19, 4, 4, 4),  # 19 trays are in two racks, and no equal part of more than one is in each
         (HOST, 4, 8, 32, 8),
         (HOST, 8, 4, 8, 4),  # half a host each: NVLink does not join two hosts
-        (HOST, 1, 4, 4, 4),
     ],
 )
 def test_what_nvlink_joins(node: Node, nodes: int, gpus: int, ep: int, joined: int) -> None:

@@ -241,8 +241,7 @@ def test_every_arm_of_a_study_is_planned(study: str, arms: tuple[str, ...], caps
 
 def test_one_arm_of_a_study_is_planned_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     study = str(ROOT / "studies" / "16B_b200_x256.yaml")
-    assert main(["plan", study, "--arm", "mxfp8_standard_wgrad-bf16_round-robin", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["legal"] is True
+    assert main(["plan", study, "--arm", "mxfp8_standard_wgrad-bf16_round-robin"]) == 0
     assert main(["plan", study, "--arm", "mxfp8"]) == 2
     assert "its arms: bf16_standard_round-robin" in capsys.readouterr().err
     assert main(["plan", study, "--search"]) == 2

@@ -119,25 +119,20 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("source", "data", "said"),
+    ("data", "said"),
     [
-        (END_MARKER, {"text/plain": "x" * 500_000}, "would have 50"),
-        (END_MARKER, {"application/vnd.plotly.v1+json": {}}, "figures have no PNG here"),
+        ({"text/plain": "x" * 500_000}, "would have 50"),
+        ({"application/vnd.plotly.v1+json": {}}, "figures have no PNG here"),
     ],
 )
 def test_what_cannot_be_a_copy_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, data: dict[str, Any], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], said: str
 ) -> None:
-    notebook = clone(tmp_path, source)
-
-    def ran(_: Path, output: Path, *_rest: object, **__: object) -> Path:
-        content = nbformat.read(notebook, as_version=4)
-        content.metadata["language_info"] = {"name": "python"}
-        content.cells[-1].outputs = [nbformat.v4.new_output("display_data", data=data)]
-        nbformat.write(content, output)
-        return output
-
-    monkeypatch.setattr(render, "execute", ran)
+    notebook = clone(tmp_path, COMPLETE)
+    content = nbformat.read(notebook, as_version=4)
+    content.metadata["language_info"] = {"name": "python"}
+    content.cells[-1].outputs = [nbformat.v4.new_output("display_data", data=data)]
+    monkeypatch.setattr(render, "execute", lambda _notebook, output, *_, **__: nbformat.write(content, output))
     with pytest.raises((NotebookFailed, BadInput), match=said):
         render.render(notebook, tmp_path / "rendered" / notebook.name, None)
     assert not (tmp_path / "rendered").exists()

@@ -198,20 +198,6 @@ def test_a_shortened_play_keeps_whole_rounds(name: str) -> None:
     assert 1 - played.busy_s[0] / played.makespan_s == pytest.approx(expected)
 
 
-@settings(max_examples=30, deadline=None)
-@given(name=st.sampled_from(NAMES), pp=st.integers(1, 4), values=st.lists(SECONDS, min_size=6, max_size=24))
-def test_no_rank_is_done_before_its_own_work_and_longer_work_is_never_faster(
-    name: str, pp: int, values: list[float]
-) -> None:
-    durations = durations_of(name, pp, values)
-    if pp == 1:
-        durations = durations[:1]
-    played = simulate(name, durations, pp=pp, microbatches=2 * pp)
-    assert played.makespan_s >= max(played.busy_s) * (1 - 1e-12)
-    longer = (durations[0]._replace(forward=durations[0].forward + 1), *durations[1:])
-    assert simulate(name, longer, pp=pp, microbatches=2 * pp).makespan_s >= played.makespan_s
-
-
 def test_more_turns_of_interleaving_shorten_the_wait_as_published() -> None:
     """Narayanan et al. 2021, section 2.2: with v turns the bubble is (p - 1) / (v m) of the work."""
     for turns in (1, 2, 4, 8):

@@ -98,8 +98,12 @@ def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(ben
     results = {(one.shape, one.arm): one for one in arm_results(rows)}
     best = results["671B, 10 MoE layers", f"{BEST}_flex_tiles"]
     assert (best.stock, best.ratio, best.code) == (tiles, pytest.approx(1.375), CODE)
+    assert best.best_ratio is None  # stock under one checkpointing that recomputes: a faster one is not known
     assert results["671B, 10 MoE layers", plain].ratio == pytest.approx(1.1 / 1.2)
     assert result_table([best]).iloc[0, -2:].tolist() == [1.375, f"stock with flex tiles, {FUSED}"]
+    later = [row | {"campaign": "d", "steps": 9, "tps_median": 8192 / 1.1} for row in rows]  # no gain, over more steps
+    pooled = {(one.shape, one.arm): one.ratio for one in arm_results(rows + later)}
+    assert pooled[best.shape, best.arm] == pytest.approx((3 * 1.375 + 9 * 1.0) / 12)
     summary = {(row["shape"], row["arm"]): row for row in benchmark.summary(rows)}
     assert summary["671B, 10 MoE layers", best.arm]["ratio"] == pytest.approx(1.375)
     assert {row["stock"] for row in summary.values()} == {tiles}

@@ -1,3 +1,4 @@
+import html
 import json
 import math
 import os
@@ -5,7 +6,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import numpy as np
 import pandas as pd
@@ -215,24 +215,6 @@ def test_notes_stand_in_every_title_and_names_are_text():
 # --- report ----------------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """Tags, attributes and text of a page."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data):
-        self.text += data
-
-
 def test_verdicts_stand_in_rows_on_their_margins() -> None:
     from moelab.viz.study import verdict_examples
 
@@ -271,12 +253,9 @@ def page(tmp_path_factory) -> str:
 
 
 def test_report_shows_names_as_text_asks_no_network_and_holds_plotly_once(page):
-    parsed = Page(page)
-    assert "<script>alert" not in page
-    assert parsed.tags.count("script") == 4  # plotly.js, the figures' data, what draws them, what unfolds a table
+    assert page.count("<script") == 4  # plotly.js, the figures' data, what draws them, what unfolds a table
     assert page.count("&lt;script&gt;alert(1)") >= 5
-    names = {"src", "href", "srcset", "data", "action", "poster"}
-    assert all((value or "").startswith("#") for name, value in parsed.attributes if name in names)
+    assert all(link.startswith("#") for link in re.findall(r'\s(?:src|href|srcset|data|action|poster)="([^"]*)', page))
     assert "default-src 'none'" in page
     assert not any(asked in page.split("<script>")[0] for asked in ("@import", "url("))
     assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
@@ -285,7 +264,7 @@ def test_report_shows_names_as_text_asks_no_network_and_holds_plotly_once(page):
 
 def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_dashes(page):
     verdict = first_verdict(study(("bf16_standard", HOSTILE)))
-    low, high, text = verdict.interval.low, verdict.interval.high, Page(page).text
+    low, high, text = verdict.interval.low, verdict.interval.high, html.unescape(page)
     assert verdict.sentence() in text
     numbers = (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0])
     for said in (*(f"{number:.4f}" for number in numbers), f"{low:+.4f} to {high:+.4f}", "0, 1, 2, 3", "73 to 80"):

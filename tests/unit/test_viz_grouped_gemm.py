@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -78,6 +80,13 @@ def test_a_replay_says_so(replayed: bool) -> None:
     table = stored().speedups("fp8")
     assert shown == {(row.m, round(row.speedup, 4)) for row in table.itertuples()}  # type: ignore[call-overload]
     assert f"in {(table['speedup'] > 1).sum()} of {len(table)} cases" in title(figure)
+
+
+def test_more_shapes_than_looks_are_all_drawn() -> None:
+    rows = stored().rows
+    many = replace(stored(), rows=rows.assign(n=1 + rows.groupby(["m", "n", "k", "groups", "sizes"]).ngroup()))
+    drawn = measured_speedups(many, "fp8", replayed=True).data
+    assert sum(len(trace.x) for trace in drawn) == len(many.speedups("fp8"))
 
 
 def test_the_goal_is_shown_as_missed_where_it_is() -> None:

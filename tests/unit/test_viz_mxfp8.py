@@ -245,6 +245,12 @@ def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> No
     assert f"{found.saturated_fraction:.2%} are clipped" in title(figure)
 
 
+@pytest.mark.parametrize(("field", "value"), [("block", 48), ("outlier_log2", 21)])
+def test_a_choice_that_cannot_be_drawn_is_refused(field: str, value: int) -> None:
+    with pytest.raises(BadInput, match=rf"^{field} is {value}; valid: "):
+        quantisation_figure(Choice(**{field: value}))
+
+
 def test_the_explorer_follows_every_control_with_the_static_figure() -> None:
     explorer = QuantisationExplorer()
     choice = Choice(distribution="student_t", outlier_log2=12, block=512, scaling="even", element="e5m2")

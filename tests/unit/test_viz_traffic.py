@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import re
 import statistics
 from dataclasses import replace
@@ -51,7 +49,6 @@ from moelab.viz.deepep import (
     sm_sweep,
     two_by_two_dots,
 )
-from moelab.viz.theme import NARROW
 from moelab.viz.traffic import (
     METHOD_LABELS,
     TrafficExplorer,
@@ -183,24 +180,17 @@ MADE_UP: dict[str, Any] = {
 
 def made_up_exchanges() -> dict[str, Any]:
     shared = {"size": "made up", "hidden": 64, "top_k": 2, "experts": 4, "tokens": 8, "ranks": 2, "repeats": 3}
-    shared |= {"error": None, "us_iqr": 100.0}
+    shared |= {"error": None, "us_iqr": 100.0, "precision": "bf16"}
     times = {"standard bf16": 4000.0, "deepep bf16 dense": 3000.0, "deepep bf16 expanded": 2000.0}
     rows: list[dict[str, Any]] = [
-        {**shared, "routing": routing, "arm": arm, "backend": arm.split()[0], "precision": "bf16"}
-        | {"sms_chosen_by": "library", "operation": operation, "us_median": us * share}
+        {**shared, "routing": routing, "arm": arm, "operation": operation, "us_median": us * share}
         for routing, share in (("random_balanced", 1.0), ("round_robin", 0.5))
         for arm, us in times.items()
-        for operation in ("dispatch", "combine", "combine_backward", "dispatch_backward")
+        for operation in OPERATIONS
     ]
-    rows += [
-        {**shared, "routing": "random_balanced", "arm": f"deepep bf16 expanded, {sms} SMs", "backend": "deepep"}
-        | {"precision": "bf16", "sms": sms, "sms_chosen_by": "caller", "operation": "dispatch"}
-        | {"us_median": 1.0, "physical_gb_s": 10.0 * sms}
-        for sms in (8, 32, 16)
-    ]
-    rows.append(
-        {**shared, "routing": "round_robin", "arm": "deepep mxfp8 expanded", "backend": "deepep", "error": "broke"}
-    )
+    sweep = {**shared, "routing": "random_balanced", "sms_chosen_by": "caller", "operation": "dispatch", "us_median": 1}
+    rows += [{**sweep, "arm": f"deepep {sms} SMs", "sms": sms, "physical_gb_s": 10.0 * sms} for sms in (8, 32, 16)]
+    rows.append({**shared, "routing": "round_robin", "arm": "deepep mxfp8 expanded", "error": "broke"})
     return {**MADE_UP, "rows": rows}
 
 
@@ -448,16 +438,8 @@ def test_explorer_follows_its_controls_and_says_what_cannot_be() -> None:
 
 
 def test_explorer_begins_where_it_is_told_and_refuses_a_control_that_is_none() -> None:
-    explorer = TrafficExplorer(hidden=1234, token=3, hardware="b200_x256")
+    explorer = TrafficExplorer(hidden=1234, token=3)
     assert (explorer.chosen["model"], explorer.models["yours"]["hidden"]) == ("yours", 1234)
-    flow = title(token_flow(RANDOM, PUBLISHED, token=3, width=NARROW))
-    assert title(explorer.figures["flow"]) == flow
     assert explorer.picture() == token_flow(RANDOM, PUBLISHED, token=3)
-    assert TrafficExplorer().chosen["model"] == "DeepSeek-V3"
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         TrafficExplorer(seed=1)
-
-
-@pytest.mark.parametrize("name", ["projection.measured", "analysis.two_by_two"])
-def test_examples_in_the_documentation(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"moelab.{name}")).failed == 0

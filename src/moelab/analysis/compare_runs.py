@@ -116,7 +116,6 @@ def judge_sides(
     sides: Sequence[Side],
     *,
     name: Callable[[Side], str],
-    dropped_seeds: Iterable[int] = (),
     **options: Any,
 ) -> list[Verdict]:
     """Judge sides against the first, and say in what else they differ.
@@ -125,7 +124,6 @@ def judge_sides(
         losses: final losses of the runs that finished, or the held-out loss by name and seed.
         sides: those to judge, behind the one that they are held against.
         name: of a side in ``losses``.
-        dropped_seeds: left out of all sides; a seed of none changes nothing.
         **options: of :func:`~moelab.analysis.convergence.compare_convergence`; seeds in ``diverged`` and ``lost`` come
             beside those of the sides.
     """
@@ -135,12 +133,11 @@ def judge_sides(
         "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
     }
     # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
-    model, known = first.experiment, set().union(*(side.seeds for side in sides))
+    model = first.experiment
     verdicts = compare_convergence(
         losses,
         reference=name(first),
         arms=[name(side) for side in others],
-        dropped_seeds=[seed for seed in dropped_seeds if seed in known],
         # Rows of the embedding that no token uses are never predicted, after a few steps.
         untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps if model is not None else 0,

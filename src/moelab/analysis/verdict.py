@@ -37,7 +37,6 @@ from moelab.analysis.equivalence import (
     paired_tests,
     seeds_needed,
 )
-from moelab.errors import BadInput
 from moelab.runs.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
@@ -230,7 +229,7 @@ def judge(
         The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.
 
     Raises:
-        BadInput: An option is out of range, or a dropped seed is none of either arm.
+        BadInput: An option is out of range.
 
     Example:
         >>> reference = {0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}
@@ -240,10 +239,7 @@ def judge(
     """
     ours = ArmSeeds.of(arm_losses, arm_diverged, arm_lost)
     theirs = ArmSeeds.of(reference_losses, reference_diverged, reference_lost)
-    dropped = tuple(sorted(set(dropped_seeds)))
-    if unknown := [seed for seed in dropped if seed not in ours.known | theirs.known]:
-        known = ", ".join(str(seed) for seed in sorted(ours.known | theirs.known)) or "none"
-        raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of {arm} and {reference} are {known}")
+    dropped = tuple(sorted((ours.known | theirs.known) & {*dropped_seeds}))  # others are of another arm
     kept, base = ours.without(dropped), theirs.without(dropped)
     # Also of seeds without a partner: they are as much of the reference as the others.
     margin = equivalence_margin(base, reference=reference, **margin_options)

@@ -7,16 +7,14 @@ Nothing here loads torch.
 """
 
 from moelab.layout.mesh import Facts, Layout, facts_of, resolve
-from moelab.layout.rules import Fault, LayoutCheck, check, faults
-from moelab.layout.schedule import SCHEDULES, Schedule, bubble_fraction
+from moelab.layout.rules import LayoutCheck, check, faults
+from moelab.layout.schedule import SCHEDULES, bubble_fraction
 
 __all__ = [
     "SCHEDULES",
     "Facts",
-    "Fault",
     "Layout",
     "LayoutCheck",
-    "Schedule",
     "bubble_fraction",
     "check",
     "facts_of",

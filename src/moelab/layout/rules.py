@@ -443,20 +443,16 @@ class LayoutCheck:
 
 
 def check(experiment: Experiment, *, gpu: Gpu | None = None) -> LayoutCheck:
-    """Judge an experiment.
+    """Judge an experiment, memory aside.
 
     With a ``gpu``, of this machine and of capability 0 for none, it is judged for that, and not for its hardware's.
-
-    Returns:
-        The verdict. It says nothing about memory.
 
     Raises:
         BadInput: if its hardware profile does not exist.
 
-    Example:
-        >>> from moelab.experiment import Experiment
-        >>> print(check(Experiment(gpus_per_node=4, ep=3)).reasons[0])
-        ep is 3: it must divide the ranks it shares out, dp_shard 4 * cp 1 * tp 1 = 4. Legal ep: 1, 2, 4
+    >>> from moelab.experiment import Experiment
+    >>> print(check(Experiment(gpus_per_node=4, ep=3)).reasons[0])
+    ep is 3: it must divide the ranks it shares out, dp_shard 4 * cp 1 * tp 1 = 4. Legal ep: 1, 2, 4
     """
     facts = facts_of(experiment, gpu)
     broken = list(faults(facts))

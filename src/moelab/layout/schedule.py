@@ -146,9 +146,8 @@ def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0)
     Raises:
         ValueError: if the schedule cannot run this many micro-batches.
 
-    Example:
-        >>> [f"{kind}{microbatch}" for kind, _, microbatch in pipeline_order("1F1B", pp=2, microbatches=2)[0]]
-        ['F0', 'F1', 'B0', 'B1']
+    >>> [f"{kind}{microbatch}" for kind, _, microbatch in pipeline_order("1F1B", pp=2, microbatches=2)[0]]
+    ['F0', 'F1', 'B0', 'B1']
     """
     if pp > 1 and not SCHEDULES[schedule].takes(microbatches, pp):
         raise ValueError(f"{schedule} on {pp} pipeline ranks cannot run {microbatches} micro-batches")
@@ -283,12 +282,10 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
 
     They live from the forward step to the end of the backward step, or of the wgrad step where the two are apart.
 
-    Returns:
-        One tuple for each moment that may be the fullest, depending on how large the stages are.
+    There is one tuple for each moment that may be the fullest, depending on how large the stages are.
 
-    Example:
-        >>> in_flight("1F1B", pp=4, microbatches=16, rank=1)
-        ((3,),)
+    >>> in_flight("1F1B", pp=4, microbatches=16, rank=1)
+    ((3,),)
     """
     if pp == 1:
         return ((1,),)
@@ -320,9 +317,6 @@ def bubble_fraction(schedule: Schedule, *, pp: int, microbatches: int, turns: in
     schedules and predicts no time. In units of one of the three, with *p* ranks, *m* micro-batches and *v* stages a
     rank, the work is :math:`3 v m` and the wait :math:`3 (p - 1)`, or :math:`p - 1` where dgrad and wgrad are apart.
     Schedules of several stages wait longer when they have too few micro-batches to fill the pipeline.
-
-    Returns:
-        A number from 0 (no wait) to below 1; 0 without a pipeline.
 
     References:
         Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; Qi et al. 2023 (arXiv 2401.10241), sections 2 and 6.
@@ -368,9 +362,8 @@ def simulate(
 
     ``message_s`` are seconds between the end of a stage and the beginning of the next.
 
-    Example:
-        >>> simulate("1F1B", (Durations(1.0, 1.0, 1.0),) * 2, pp=2, microbatches=4).makespan_s
-        15.0
+    >>> simulate("1F1B", (Durations(1.0, 1.0, 1.0),) * 2, pp=2, microbatches=4).makespan_s
+    15.0
     """
     if pp == 1:  # the schedule means nothing, and its name may be anything
         busy_s = microbatches * sum(map(sum, durations))
@@ -401,9 +394,8 @@ def timeline(
 ) -> tuple[tuple[Block, ...], ...]:
     """When each of ``pp`` ranks computes what, if nothing but the order makes it wait.
 
-    Example:
-        >>> timeline("GPipe", [Durations(1, 1, 1)] * 2, pp=2, microbatches=1)[0]
-        (Block(action=Action(kind='F', stage=0, microbatch=0), start=0, end=1), \
+    >>> timeline("GPipe", [Durations(1, 1, 1)] * 2, pp=2, microbatches=1)[0]
+    (Block(action=Action(kind='F', stage=0, microbatch=0), start=0, end=1), \
 Block(action=Action(kind='B', stage=0, microbatch=0), start=4, end=6))
     """
     graph = _graph(schedule, pp, microbatches, len(durations) // pp)

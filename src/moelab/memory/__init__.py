@@ -11,12 +11,9 @@ Nothing here loads torch.
 
 from moelab.memory.peak import (
     PARTS,
-    DispatchBuffer,
     MemoryConstants,
     MemoryEstimate,
-    StageMemory,
     deepep_buffer_bytes,
-    dispatch_buffer,
     estimate,
     memory_constants,
 )
@@ -24,12 +21,9 @@ from moelab.memory.sharding import local_numel
 
 __all__ = [
     "PARTS",
-    "DispatchBuffer",
     "MemoryConstants",
     "MemoryEstimate",
-    "StageMemory",
     "deepep_buffer_bytes",
-    "dispatch_buffer",
     "estimate",
     "local_numel",
     "memory_constants",

@@ -204,13 +204,6 @@ def estimate(
         gpu: its memory is the capacity.
         shape: the model, where it is not the experiment's own.
         constants: see :class:`MemoryConstants`.
-
-    Example:
-        >>> from moelab.hardware import gpu_of
-        >>> from moelab.layout import check
-        >>> experiment = Experiment(model="16B", gpus_per_node=8, ep=8, seq_len=4096, activation_checkpoint="full")
-        >>> estimate(experiment, check(experiment).layout, gpu_of("h100_node")).fits
-        True
     """
     shape = shape or shape_for(experiment)
     work = work_of(experiment, layout, gpu, constants)
@@ -222,6 +215,7 @@ def estimate(
         experiment.precision,
         emulates(experiment, gpu),
         experiment.quantize != "experts" and experiment.precision is not Precision.BF16,
+        # a rank gets no more than all rows of its group
         min(constants.busiest_layer.value, layout.ep) if experiment.routing is Routing.LEARNED else 1.0,
     )
     run = Moments(
@@ -511,9 +505,8 @@ def deepep_buffer_bytes(*, tokens: int, dim: int, top_k: int, ranks: int, nvlink
 
     ``tokens`` are those that a rank dispatches at a time, ``nvlink_ranks`` the ``ranks`` of one NVLink domain.
 
-    Example:
-        >>> deepep_buffer_bytes(tokens=8192, dim=7168, top_k=8, ranks=2, nvlink_ranks=2) // 2**20
-        226
+    >>> deepep_buffer_bytes(tokens=8192, dim=7168, top_k=8, ranks=2, nvlink_ranks=2) // 2**20
+    226
     """
     domains, domain = ranks // nvlink_ranks, nvlink_ranks
     features, weights = _aligned(BF16 * dim), 8 * top_k

@@ -6,7 +6,7 @@ device) and compare. Nothing here imports torch, so that thousands of layouts ca
 ``shape.py`` has the dimensions, ``parameters.py`` the weights, ``work.py`` what a step does with them.
 """
 
-from moelab.model.parameters import Parameter, ParameterCounts, Part, count_parameters, parameters
+from moelab.model.parameters import Parameter, count_parameters, parameters
 from moelab.model.shape import (
     EMBEDDING,
     HEAD,
@@ -18,7 +18,7 @@ from moelab.model.shape import (
     shape_of,
     tokenizer_size,
 )
-from moelab.model.work import BYTES_PER_ELEMENT, DispatchPrecision, Gemm, flops_per_token, gemms
+from moelab.model.work import BYTES_PER_ELEMENT, DispatchPrecision, flops_per_token, gemms
 
 __all__ = [
     "BYTES_PER_ELEMENT",
@@ -28,11 +28,8 @@ __all__ = [
     "SHAPES",
     "TOKENIZERS",
     "DispatchPrecision",
-    "Gemm",
     "ModelShape",
     "Parameter",
-    "ParameterCounts",
-    "Part",
     "count_parameters",
     "flops_per_token",
     "gemms",

@@ -136,10 +136,9 @@ def read_model(source: str) -> HuggingFaceModel:
     Raises:
         BadInput: if it cannot be read, lacks a dimension, or has something that a shape cannot say.
 
-    Example:
-        >>> qwen = read_model("Qwen3-30B-A3B")
-        >>> qwen.model, qwen.shape["n_kv_heads"], qwen.shape["num_experts"]
-        ('16B', 4, 128)
+    >>> qwen = read_model("Qwen3-30B-A3B")
+    >>> qwen.model, qwen.shape["n_kv_heads"], qwen.shape["num_experts"]
+    ('16B', 4, 128)
     """
     path = Path(source)
     if path.is_dir():
@@ -183,6 +182,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     needed = (*NEEDED, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if latent else NEEDED
     if lacking := [" or ".join(TAKEN[field]) for field in needed if field not in shape]:
         raise BadInput(f"it lacks {', '.join(lacking)}")
+    # A bool is an int too, by `isinstance`.
     if wrong := [f"{used[field]} is {value!r}" for field, value in shape.items() if type(value) is not int]:
         raise BadInput(f"{', '.join(wrong)}; valid: one whole number for all layers")
 

@@ -107,10 +107,9 @@ class ParameterCounts:
 def count_parameters(shape: ModelShape) -> ParameterCounts:
     """Count the parameters of the whole model, exactly as TorchTitan does.
 
-    Example:
-        >>> from moelab.model import shape_of
-        >>> f"{count_parameters(shape_of('671B')).active / 1e9:.1f} G active"
-        '37.6 G active'
+    >>> from moelab.model import shape_of
+    >>> f"{count_parameters(shape_of('671B')).active / 1e9:.1f} G active"
+    '37.6 G active'
     """
     by_part: dict[Part, int] = {}
     for module in shape.modules:

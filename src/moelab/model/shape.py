@@ -170,10 +170,6 @@ def shape_of(model: str) -> ModelShape:
 
     Raises:
         BadInput: if there is no such model.
-
-    Example:
-        >>> shape_of("671B").n_moe_layers
-        58
     """
     if model not in SHAPES:
         raise BadInput(f"there is no model {model!r}; the models are {', '.join(SHAPES)}")
@@ -186,9 +182,8 @@ def shape_for(experiment: Experiment) -> ModelShape:
     Raises:
         BadInput: if the dimensions do not go together.
 
-    Example:
-        >>> shape_for(Experiment(model="671B", shape={"n_layers": 40})).n_moe_layers
-        37
+    >>> shape_for(Experiment(model="671B", shape={"n_layers": 40})).n_moe_layers
+    37
     """
     return _with_changes(experiment.model, experiment.shape)
 
@@ -259,9 +254,8 @@ def tokenizer_size(experiment: Experiment) -> int:
     16B and 671B read C4 with their own, which their vocabulary holds. Everything else is read with nano's, so a model
     with a larger vocabulary soon learns that most of its tokens never come.
 
-    Example:
-        >>> tokenizer_size(Experiment(model="16B", dataset="c4")), tokenizer_size(Experiment(model="16B"))
-        (102400, 2048)
+    >>> tokenizer_size(Experiment(model="16B", dataset="c4")), tokenizer_size(Experiment(model="16B"))
+    (102400, 2048)
     """
     own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
     return shape_of(experiment.model).vocab_size if own else NANO.vocab_size

@@ -21,10 +21,9 @@ def flops_per_token(shape: ModelShape, seq_len: int, *, causal: bool = False) ->
     Six for every active parameter outside the embedding, and attention's two products. TorchTitan counts attention as
     if every query met every key (``torchtitan/models/utils.py`` at 0.3.0); ``causal`` counts the half that is needed.
 
-    Example:
-        >>> from moelab.model import shape_of
-        >>> [round(flops_per_token(shape_of("671B"), 8192, causal=causal) / 1e9, 1) for causal in (False, True)]
-        [342.6, 281.2]
+    >>> from moelab.model import shape_of
+    >>> [round(flops_per_token(shape_of("671B"), 8192, causal=causal) / 1e9, 1) for causal in (False, True)]
+    [342.6, 281.2]
     """
     counts = count_parameters(shape)
     heads = shape.n_layers * shape.n_heads * (shape.qk_head_dim + shape.v_head_dim)

@@ -75,7 +75,7 @@ def execute(
         cause = " ".join(f"{error.ename}: {error.evalue}".split()).removesuffix(":")
         raise NotebookFailed(f"{notebook.name}: {cause}; executed copy: {output}") from error
     except CellTimeoutError as error:
-        cell = str(error).partition("-------------------\n")[2].splitlines()[0]
+        cell = str(error).partition("-------------------\n")[2].splitlines()[0]  # nbclient's text has it between rules
         raise NotebookFailed(
             f"{notebook.name}: a cell took longer than {cell_timeout_s} s: {cell}; executed copy: {output}"
         ) from error

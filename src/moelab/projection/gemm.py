@@ -45,7 +45,7 @@ from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.model import ModelShape, gemms
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction, GroupedPrecision
 from moelab.projection.calibration import Calibration
-from moelab.projection.job import INDEX, Job, PassName, Times, add, nothing
+from moelab.projection.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
 from moelab.projection.memory_bound import memory_rate
 
 TILE_M, TILE_N = 128, 256
@@ -247,12 +247,11 @@ def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPr
 
     The gain grows with M, because all that does not grow with M is time of the 8-bit side. Arguments as :func:`gain`.
 
-    Example:
-        >>> from moelab.hardware import B200
-        >>> from moelab.projection.calibration import CALIBRATION
-        >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
-        >>> 10_000 < rows < 25_000
-        True
+    >>> from moelab.hardware import B200
+    >>> from moelab.projection.calibration import CALIBRATION
+    >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
+    >>> 10_000 < rows < 25_000
+    True
     """
     from scipy.optimize import brentq  # a projection has no break-even, and does not wait for scipy
 
@@ -482,7 +481,4 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
     if tiles:
         forward, backward = forward / float(calibration.tiles_forward), backward / float(calibration.tiles_backward)
-    add(times, "forward", "attention", forward)
-    add(times, "dgrad", "attention", backward)
-    if job.checkpointing in ("full", "full+dispatch"):
-        add(times, "recompute", "attention", forward)
+    add_both_ways(times, "attention", forward, backward, again=job.checkpointing in ("full", "full+dispatch"))

@@ -79,13 +79,7 @@ def leave_one_out() -> pd.DataFrame:
 
 
 def estimate(fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool = False) -> Estimate:
-    """A quantity that follows from a GPU's rates, with its interval; infinite where there is no such number.
-
-    Example:
-        >>> rate = estimate(fit_b200(), lambda rates: rates.low)
-        >>> rate.low <= rate.value <= rate.high
-        True
-    """
+    """A quantity that follows from a GPU's rates, with its interval; infinite where there is no such number."""
     values = [quantity(rates_of(fitted.gpu, one, alone=not in_step)) for one in fitted.draws]
     tail = (1 - CONFIDENCE) / 2
     # the nearest draw, not between two: between a number and "never" there is none
@@ -135,9 +129,8 @@ def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1)
     Raises:
         BadInput: for an unknown model, a degree that does not divide the experts, or fewer tokens than ranks.
 
-    Example:
-        >>> expert_work("671B", "671B", 8192, tp=2, ep=32).case.name
-        '32768×2048×7168, 8 even groups'
+    >>> expert_work("671B", "671B", 8192, tp=2, ep=32).case.name
+    '32768×2048×7168, 8 even groups'
     """
     shape = SHAPES[model] if model in SHAPES else read_model(model).dimensions
     if tokens < 1 or tp < 1 or ep < 1 or shape.num_experts % ep:

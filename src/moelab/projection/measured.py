@@ -112,13 +112,10 @@ def hardware_of(measured: Measurement) -> str:
 
 
 def load_measured(name: str, path: Path | None = None) -> Measurement:
-    """Read a file of measurements.
+    """Read a file of measurements; its ``content`` is None if the package has no such file.
 
     ``name`` is one of :data:`COMMANDS`, such as ``h100_two_by_two``; ``path`` another file of its kind than the
     package's.
-
-    Returns:
-        The measurement; its ``content`` is None if the package has no such file.
 
     Raises:
         BadInput: for an unknown name, a path that cannot be read, a file of another kind, or of a dry run.
@@ -189,12 +186,9 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
 
 
 def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dict[str, float]:
-    """The constants that a node's files decide.
+    """Values of the constants that a node's files decide; none for what a file has no rows of.
 
     The files are those of notebooks 02 and 04, or of ``benchmarks/grouped_gemm.py`` and ``benchmarks/all_to_all.py``.
-
-    Returns:
-        Values for :func:`moelab.projection.calibration.with_values`; none for what a file has no rows of.
 
     Raises:
         BadInput: if a file is of no GPU whose datasheet is known.

@@ -182,9 +182,8 @@ def routing_of_load(shares: Sequence[float], *, top_k: int, groups: int = 1, lim
     Raises:
         BadInput: if nothing was routed.
 
-    Example:
-        >>> routing_of_load([3, 2, 2, 1], top_k=2).weights
-        (1.3862943611198906, 0.6931471805599453, 0.6931471805599453, 0.2876820724517809)
+    >>> routing_of_load([3, 2, 2, 1], top_k=2).weights
+    (1.3862943611198906, 0.6931471805599453, 0.6931471805599453, 0.2876820724517809)
     """
     shares_E = np.asarray(shares, dtype=np.float64)
     if not shares_E.sum() > 0:
@@ -202,10 +201,6 @@ def zipf_weights(experts: int, exponent: float) -> tuple[float, ...]:
     """Weights 1 / place^exponent, where the experts' places in popularity are shuffled; exponent 0 is uniform.
 
     A made-up load for experiments; that of a trained router comes from its own counts.
-
-    Example:
-        >>> sorted(zipf_weights(4, 1.0), reverse=True)
-        [1.0, 0.5, 0.3333333333333333, 0.25]
     """
     places = np.random.default_rng(0).permutation(experts) + 1.0
     return tuple((1.0 / places**exponent).tolist())
@@ -214,26 +209,22 @@ def zipf_weights(experts: int, exponent: float) -> tuple[float, ...]:
 def draw_expert_ids(
     routing: RoutingModel, placement: ExpertPlacement, tokens: int, *, rank: int = 0, seed: int = 0
 ) -> ExpertIds:
-    """Experts of the tokens of one rank.
+    """Experts of the tokens of one rank, ``(T, K)``, distinct in a row.
 
     Every ``rank`` of the expert-parallel group draws its own, but round-robin is the same on all.
-
-    Returns:
-        Expert ids ``(T, K)``, int64, distinct in a row.
 
     Raises:
         BadInput: if the routing does not fit the placement.
 
-    Example:
-        >>> four = ExpertPlacement(experts=4, top_k=2, ep=2, ranks_per_node=2)
-        >>> draw_expert_ids(RoutingModel(kind="round_robin"), four, 3).tolist()
-        [[0, 1], [2, 3], [0, 1]]
+    >>> four = ExpertPlacement(experts=4, top_k=2, ep=2, ranks_per_node=2)
+    >>> draw_expert_ids(RoutingModel(kind="round_robin"), four, 3).tolist()
+    [[0, 1], [2, 3], [0, 1]]
     """
     routing.require_fits(placement)
     experts, top_k = placement.experts, placement.top_k
     if routing.kind == "round_robin":
         return np.arange(tokens * top_k, dtype=np.int64).reshape(tokens, top_k) % experts
-    rng = np.random.default_rng((seed, rank))
+    rng = np.random.default_rng((seed, rank))  # a stream of its own for each rank
     if routing.kind == "random_balanced":
         return _balanced(rng, tokens, experts, top_k)
     return _best(_scores(routing, rng, tokens, experts), top_k)
@@ -275,7 +266,7 @@ def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, expert
 
 def _best(scores: npt.NDArray[np.float64], count: int) -> ExpertIds:
     """Columns of the ``count`` largest scores of each row."""
-    if count == scores.shape[-1]:
+    if count == scores.shape[-1]:  # which argpartition cannot part
         return np.broadcast_to(np.arange(count, dtype=np.int64), scores.shape).copy()
     return np.argpartition(-scores, count - 1, axis=-1)[:, :count].astype(np.int64)
 
@@ -303,11 +294,10 @@ def expected_destinations(
     Raises:
         BadInput: if the routing does not fit the placement.
 
-    Example:
-        >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
-        >>> mean = expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=4), published)
-        >>> f"{mean.ranks:.2f} ranks, {mean.nodes:.2f} nodes, {mean.label}"
-        '6.60 ranks, 2.93 nodes, derived'
+    >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+    >>> mean = expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=4), published)
+    >>> f"{mean.ranks:.2f} ranks, {mean.nodes:.2f} nodes, {mean.label}"
+    '6.60 ranks, 2.93 nodes, derived'
     """
     routing.require_fits(placement)
     sizes = placement.experts_per_rank, placement.experts_per_node
@@ -324,18 +314,10 @@ def expected_destinations(
 
 
 def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
-    """Number of distinct destinations of each token.
+    """Number of distinct destinations of each token, ``(T,)``: blocks of ``experts_each`` consecutive experts.
 
-    Args:
-        ids_TK: experts of the tokens, ``(T, K)``.
-        experts_each: consecutive experts that make a destination.
-
-    Returns:
-        ``(T,)``, int64.
-
-    Example:
-        >>> distinct_destinations(np.array([[0, 1, 7], [0, 4, 7]]), 4).tolist()
-        [2, 2]
+    >>> distinct_destinations(np.array([[0, 1, 7], [0, 4, 7]]), 4).tolist()
+    [2, 2]
     """
     sorted_TK = np.sort(ids_TK // experts_each, axis=-1)  # equal destinations stand beside each other
     changes_T: ExpertIds = (np.diff(sorted_TK, axis=-1) != 0).sum(axis=-1)

@@ -82,9 +82,6 @@ class OnWires:
 def move_time_s(sent: OnWires, node: Node) -> tuple[float, float]:
     """Seconds that NVLink and the network need to carry bytes at the profile's full bandwidth; the larger is a bound.
 
-    Returns:
-        Seconds on NVLink and on the network; 0 where nothing takes that wire.
-
     Raises:
         BadInput: if bytes take a wire that the node does not have.
     """
@@ -181,12 +178,11 @@ def expected_traffic(
     Raises:
         BadInput: for an unknown method, or a routing that does not fit.
 
-    Example:
-        >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
-        >>> uniform = RoutingModel(kind="uniform")
-        >>> sent = expected_traffic(uniform, published, "deepep_hybrid", tokens=4096, hidden=7168)
-        >>> f"{sent.dispatch.network / 1e6:.0f} MB over the network"
-        '159 MB over the network'
+    >>> published = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
+    >>> uniform = RoutingModel(kind="uniform")
+    >>> sent = expected_traffic(uniform, published, "deepep_hybrid", tokens=4096, hidden=7168)
+    >>> f"{sent.dispatch.network / 1e6:.0f} MB over the network"
+    '159 MB over the network'
     """
     rows = expected_rows(expected_destinations(routing, placement), placement, method)
     return layer_bytes(rows.times(tokens), hidden, dispatch_precision=dispatch_precision)
@@ -313,9 +309,8 @@ class Pass:
 def padded_rows(rows: float, experts: int, alignment: int) -> float:
     """Expected rows after padding each of ``experts`` groups, whose sizes end anywhere in a block of ``alignment``.
 
-    Example:
-        >>> padded_rows(32768, 8, 128)
-        33276.0
+    >>> padded_rows(32768, 8, 128)
+    33276.0
     """
     return rows + experts * (alignment - 1) / 2
 
@@ -332,9 +327,6 @@ def gather_passes(
         hidden: elements of a row.
         alignment: rows that a group is padded to a multiple of.
         precision: that the experts multiply in.
-
-    Returns:
-        Passes in order, by the name of the path.
     """
     wide, low = hidden * BYTES_PER_ELEMENT["bf16"], hidden * BYTES_PER_ELEMENT[precision]
     padded = padded_rows(rows, experts, alignment)

@@ -118,6 +118,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
 
 def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     """Time of the four operations of a layer by way to move tokens, a panel for each routing."""
+    # Multiprocessors that the caller chose are the sweep's; an arm without a look is another version's.
     rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
     if not rows:
         return not_measured(measured, "Dispatch and combine")

@@ -41,10 +41,6 @@ _STEPS = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
 _LANES = {"all-to-all": "exchange", "FSDP collectives": "FSDP"}
 
 
-def _look(part: str) -> tuple[str, str]:
-    return _LOOKS.get(part, _OTHER)
-
-
 MOST_BARS = 800
 """Of one part of a timeline; the longest are drawn."""
 CAUSES = 6
@@ -72,7 +68,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     parts = dict.fromkeys(part for one in shown for part in one)
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
     for part in order:
-        _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _look(part))
+        _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _LOOKS.get(part, _OTHER))
     return _rows(figure, legend_px=150).update_layout(barmode="stack")
 
 
@@ -234,7 +230,7 @@ def timeline(
     drawn = {
         part: (
             _LANES.get(part, "other communication" if part in COMMUNICATION else "compute"),
-            _look(part)[0],
+            _LOOKS.get(part, _OTHER)[0],
             shown[shown["part"] == place],
         )
         for place, part in enumerate(labels["part"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -63,7 +64,7 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
     )
     regular = table[(table["groups"] == 8) & (table["sizes"] == "even")]
     shapes = regular.groupby(["n", "k"], sort=False)
-    for ((n, k), cases), (color, symbol) in zip(shapes, _LINES, strict=False):
+    for ((n, k), cases), (color, symbol) in zip(shapes, itertools.cycle(_LINES), strict=False):
         line = cases.sort_values("m")
         figure.add_scatter(
             x=line["m"],
@@ -217,7 +218,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
     )
-    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted) for n, k in sides]
+    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted) for n, k in sides]  # m is what it finds
     least, most = (2**exponent for exponent in ROWS_LOG2)
     for name, field, width, dash in (
         ("low", "low", 1.5, "dash"),

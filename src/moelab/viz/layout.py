@@ -56,6 +56,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
     """
     if not 0 <= rank < layout.world_size:
         raise BadInput(f"rank is {rank}; valid: 0 to {layout.world_size - 1}, the ranks of this layout")
+    # An NVL72 rack is many nodes in one NVLink domain: what is near ends with the domain.
     size, box = max(gpus_per_node, nvlink_ranks), "NVLink domain" if nvlink_ranks > gpus_per_node else "node"
     groups = groups_of(layout, rank, gpus_per_node=size)
     grid = ClusterGrid(gpus_per_node=size, nodes=-(-layout.world_size // size))
@@ -416,7 +417,7 @@ class LayoutExplorer(Explorer):
 
     def refresh(self, change: Any = None) -> None:
         """Show what is chosen, and only then mark what would be illegal beside it: that takes longer."""
-        for control in self.controls.values():
+        for control in self.controls.values():  # what is set below would call this again
             control.unobserve(self.refresh, names="value")
         if change is not None:
             fields = {field: self.controls[field].value for field in LABELS if field != "model"}
@@ -445,7 +446,7 @@ class LayoutExplorer(Explorer):
                 legal = next(faults(facts.vary(**{field: value})), None) is None
                 options.append((str(value) if legal else f"{value} (illegal)", value))
             if control.options != tuple(options):
-                control.options = options
+                control.options = options  # which makes the first of them the value
             control.value = current
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:

@@ -15,6 +15,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from moelab.errors import BadInput
 from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
 from moelab.viz.widget import Explorer, labelled_control
 
@@ -227,7 +228,15 @@ class Choice:
 
 
 def quantisation_figure(choice: Choice) -> go.Figure:
-    """Scales of the blocks, where the numbers lie in the element's range, and the error of each 32 numbers."""
+    """Scales of the blocks, where the numbers lie in the element's range, and the error of each 32 numbers.
+
+    Raises:
+        BadInput: for a block that does not divide a row, or an outlier beyond 2^20.
+    """
+    if choice.block not in BLOCKS:
+        raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
+    if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
+        raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
     from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
     from moelab.mxfp8.formats import ELEMENTS, MX, NVFP4
 
@@ -250,7 +259,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         height=380,
         width=NARROW,
     )
-    exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()
+    exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()  # each number has its block's scale
     # Magnitudes over their scale, in powers of two, against the range of the element.
     element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
     powers = np.floor(np.log2(scaled[scaled > 0]))

@@ -97,7 +97,7 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     require_method(method)
     L = placement.local_ranks
     held = sorted(Counter(expert // placement.experts_per_rank for expert in experts).items())
-    ways = [(sender, rank, count if method == "standard" else 1) for rank, count in held]
+    ways = [(sender, rank, count if method == "standard" else 1) for rank, count in held]  # a copy for each expert
     if method == "deepep_hybrid":
         # Over the network to the GPU of the sender's own place in the node, and from there over NVLink.
         relays = {rank // L: rank // L * L + sender % L for rank, _ in held}
@@ -119,6 +119,7 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
     nodes = {rank // placement.local_ranks for rank in held}
     hidden = placement.nodes - len({0, *nodes})
     unseen = f" {counted(hidden, 'node')} without its experts not drawn." if hidden else ""
+    # Inside one node there is no network to save: there DeepEP saves a GPU's second and further copies over NVLink.
     once, wire, counts = ("node", "the network", far) if far["standard"] else ("GPU", "NVLink", near)
     fewest = counts["deepep_hybrid" if far["standard"] else "deepep_direct"]
     instead = f"instead of {counts['standard']}" if fewest < counts["standard"] else "as it does by each way"
