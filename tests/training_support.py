@@ -7,7 +7,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,19 @@ def steps_logged(runs: Path) -> int:
     return max((len(re.findall(r"^\[rank0\].* INFO - step: ", log, re.M)) for log in logs), default=0)
 
 
-def ranks_of(runs: Path) -> dict[int, int]:
-    """Process ids of the trainers of these runs by rank, from /proc."""
-    found = {}
+def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Id, command line and variables of every process that can be read, from /proc."""
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = dict(v.split("=", 1) for v in (folder / "environ").read_text().split("\0") if "=" in v)
-        except (OSError, UnicodeDecodeError):
-            continue
-        if variables.get("MOELAB_EXPERIMENT", "").startswith(str(runs)) and "RANK" in variables:
-            found[int(variables["RANK"])] = int(folder.name)
-    return found
+        with suppress(OSError):
+            line, variables = ((folder / name).read_text(errors="replace") for name in ("cmdline", "environ"))
+            named = dict(one.split("=", 1) for one in variables.split("\0") if "=" in one)
+            yield int(folder.name), line.replace("\0", " "), named
+
+
+def ranks_of(runs: Path) -> dict[int, int]:
+    """Process ids of the trainers of these runs by rank."""
+    return {
+        int(variables["RANK"]): process
+        for process, _, variables in processes()
+        if variables.get("MOELAB_EXPERIMENT", "").startswith(str(runs)) and "RANK" in variables
+    }

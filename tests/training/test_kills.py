@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from training_support import SHARED, Trained, ranks_of, wait_for, write_study
+from training_support import SHARED, Trained, processes, ranks_of, wait_for, write_study
 
 from moelab.experiment_file import read_study
 from moelab.runs import directory
@@ -79,11 +78,11 @@ class Launch:
         """Command lines of torchrun, its ranks and what they started."""
         if not (run := self.run):
             return {}
-        mine = f"MOELAB_EXPERIMENT={run.path}/experiment.yaml"
+        mine = f"{run.path}/experiment.yaml"
         return {
             process: line
-            for process, line, variables in _processes()
-            if mine in variables and (not self.node or f"MOELAB_NODE={self.node}" in variables)
+            for process, line, variables in processes()
+            if variables.get("MOELAB_EXPERIMENT") == mine and self.node in ("", variables.get("MOELAB_NODE"))
         }
 
     def kill(self, kill: Kill, steps: int) -> None:
@@ -108,13 +107,6 @@ class Launch:
         for process in (self.popen.pid, *torchrun):
             os.kill(process, signal.SIGKILL)
         self.popen.wait()
-
-
-def _processes() -> Iterator[tuple[int, str, list[str]]]:
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            line = (folder / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-            yield int(folder.name), line, (folder / "environ").read_bytes().decode(errors="replace").split("\0")
 
 
 def losses_of(run: RunDir) -> dict[int, float]:

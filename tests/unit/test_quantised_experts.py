@@ -240,15 +240,18 @@ def sm100(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Tensor, ...], Ten
     plain: dict[int, Tensor] = {}  # scales as they were before they were laid out in blocks
     calls: list[tuple[tuple[Tensor, ...], Tensor]] = []
 
-    def note(blocked: Tensor, scales: Tensor) -> Tensor:
-        plain[id(blocked)] = bits(scales)
-        return blocked
+    def noted(layout: Callable[..., Any]) -> Callable[..., Tensor]:
+        def lay_out(scales: Tensor, *ends: Tensor) -> Tensor:
+            made = layout(bits(scales), *ends)
+            blocked = made if isinstance(made, Tensor) else made[0]
+            plain[id(blocked)] = bits(scales)
+            return blocked
 
-    def along_rows(scales: Tensor, ends: Tensor) -> Tensor:
-        return note(reference.torch_to_blocked_2d_M_groups(bits(scales), ends)[0], scales)
+        return lay_out
 
-    def along_columns(scales: Tensor, ends: Tensor) -> Tensor:
-        return note(reference.torch_to_blocked_2d_K_groups(bits(scales), ends)[0], scales)
+    along_rows, of_weights = map(
+        noted, (reference.torch_to_blocked_2d_M_groups, reference.torch_to_blocked_per_group_3d)
+    )
 
     def cast(x: Tensor, block: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
         assert x.is_contiguous()
@@ -261,8 +264,7 @@ def sm100(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Tensor, ...], Ten
 
     def cast_weights(w: Tensor, block: int, **how: Any) -> tuple[Tensor, Tensor]:
         data, scales = reference._mxfp8_quantize_reference_3d(w, block_size=block, blocked_scale_output=False, **how)
-        blocked = reference.torch_to_blocked_per_group_3d(bits(scales.mT))
-        return data, note(blocked, scales.mT)
+        return data, of_weights(scales.mT)
 
     def cast_columns(x: Tensor, rowwise: bool, colwise: bool, scaling_mode: str) -> tuple[Any, ...]:
         assert (rowwise, colwise) == (False, True)
@@ -277,10 +279,8 @@ def sm100(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Tensor, ...], Ten
 
     for name, stand_in in {
         "mx_block_rearrange_2d_M_groups_cuda": along_rows,
-        "triton_mx_block_rearrange_2d_K_groups": along_columns,
-        "triton_mx_block_rearrange_per_group_3d": lambda scales: note(
-            reference.torch_to_blocked_per_group_3d(bits(scales)), scales
-        ),
+        "triton_mx_block_rearrange_2d_K_groups": noted(reference.torch_to_blocked_2d_K_groups),
+        "triton_mx_block_rearrange_per_group_3d": of_weights,
         "mxfp8_quantize_2d_1x32_cutedsl": cast_and_block,
         "triton_to_mxfp8_dim0": cast,
         "mxfp8_quantize_cuda_3d": cast_weights,
@@ -331,8 +331,8 @@ def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bo
             assert torch.equal(bits(a), bits(b))
         for a, b in zip(mine[2:4], torchaos[2:4], strict=True):
             assert torch.equal(bits(a).flatten(), bits(b).flatten())
-    for name, right in zip(("w1", "w3", "w2"), wgrads, strict=True):
-        assert torch.equal(gradients[{"w1": 1, "w3": 2, "w2": 3}[name]], right.mT), name
+    for gradient, right in zip(gradients[1:4], wgrads, strict=True):
+        assert torch.equal(gradient, right.mT)
 
     if wgrad:  # the shapes that a compiler is told are those of the results
         checks = "test_schema", "test_faketensor"
@@ -340,8 +340,8 @@ def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bo
     emulated, into, weights, scores, _ = operands("mxfp8", arrived=arrived, **NATIVE)
     expert_rows(emulated, *weights, ends, scores, f"mxfp8_emulated{wgrad}").backward(upstream)
     assert float((gradients[0] - into.grad).norm() / into.grad.norm()) < 2**-8  # one sum there, two rounded ones here
-    for found, tensor in zip(gradients[1:], (*weights, scores), strict=True):
-        assert torch.equal(found, tensor.grad)
+    for gradient, tensor in zip(gradients[1:], (*weights, scores), strict=True):
+        assert torch.equal(gradient, tensor.grad)
 
 
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])

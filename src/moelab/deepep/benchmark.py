@@ -75,7 +75,7 @@ FORMAT = 4
 """A file of another format is overwritten."""
 ALIGNMENT = 128
 """Rows of an expert are padded to this multiple by moelab's dispatcher; the largest that MXFP8 kernels ask for."""
-COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300
+COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300  # a collective that hangs ends first, and ranks agree on its error
 WARM_UP = 2
 COPY_BYTES, COPY_REPEATS = 512 << 20, 8
 TOLERANCE = {"bf16": 0.02, "fp8": 0.06, "mxfp8": 0.06}
@@ -295,10 +295,7 @@ class Layer:
 def round_trip(layer: Layer, size: Size, world: World) -> float:
     """The largest relative error of a forward and backward through experts that each multiply by their own number.
 
-    All ranks call it together.
-
-    Raises:
-        ArmFailed: on every rank, if a step fails on one.
+    All ranks call it together; if a step fails on one, :class:`ArmFailed` is raised on all.
     """
     tokens, grad_TD = layer.tokens, layer.tokens.x_TD.flip(0)
     factor_E = 1 + torch.arange(size.experts, device=world.device) / size.experts
@@ -482,6 +479,7 @@ def time_group(
     for layer, sent_PP, columns in layers:
         for operation in layer.arm.operations:
             by_rank = world.everywhere(times[layer.arm.name, operation])
+            # An operation has ended when it has on the slowest rank, in each turn another one.
             whole_us = [max(turn) for turn in zip(*(whole for whole, _ in by_rank), strict=True)]
             turns = zip(*(parts for _, parts in by_rank), strict=True)
             slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
@@ -524,6 +522,7 @@ def run(
 
     No arm is prepared when more than ``budget_s`` have passed since ``began``, by ``time.monotonic()``.
     """
+    # The first rank's, which alone reads the file.
     report: dict[str, Any] = world.everywhere(_content(world, libraries, compiled, output))[0]
     report["copies"] = report["copies"] or measure_copies(world)
     world.say(f"copies: {report['copies']}")

@@ -124,17 +124,11 @@ def plan(
 
 
 def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
-    """Experts of each token, by one of :data:`ROUTINGS`; random ones differ between ranks.
+    """Experts of each token, int64 ``(T, K)``, distinct in each row; random ones differ between ranks.
 
     ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is :func:`moelab.experts.draw_experts`;
     ``skewed`` draws distinct experts at random by a popularity that falls as a power law and is the same on all ranks.
-    The last stands for a router early in training; it is made up, not learned.
-
-    Returns:
-        int64 ``(T, K)``, distinct in each row.
-
-    Raises:
-        BadInput: if there is no such routing.
+    The last stands for a router early in training; it is made up, not learned. :class:`BadInput` for another routing.
     """
     T, K, E = size.tokens, size.top_k, size.experts
     if routing == "round_robin":

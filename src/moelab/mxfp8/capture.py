@@ -148,12 +148,8 @@ def read(path: Path) -> Capture:
 
 def captures_of(run: Path) -> list[Path]:
     """Files of the layers that runs in or below a folder captured, first layer first; :class:`BadInput` if none did."""
-
-    def order(path: Path) -> tuple[Path, int, str]:  # ``layers.10`` comes after ``layers.2``
-        number = path.stem.rpartition(".")[2]
-        return path.parent, int(number) if number.isdigit() else 0, path.stem
-
-    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=order)
+    # By length first, so that ``layers.10`` comes after ``layers.2``.
+    files = sorted(run.rglob(f"{FOLDER}/*.pt"), key=lambda path: (path.parent, len(path.stem), path.stem))
     if not files:
         raise BadInput(f"no captures below {run}; train with capture_step set to a step, such as --set capture_step=20")
     return files

@@ -161,11 +161,7 @@ class MXFP8Converter(QuantizationConverter):
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
-        """Convert a model's configuration in place.
-
-        Raises:
-            NothingConverted: if the model has no routed experts, or linears were asked for and none was found.
-        """
+        """Convert a model's configuration in place; :class:`NothingConverted` if it lacks what should be quantised."""
         kernels, nvfp4 = self.config.kernels, self.config.nvfp4
         for _name, config, parent, attribute in _experts_of(model_config, "NVFP4" if nvfp4 else "MXFP8"):
             # moelab's DeepEP dispatcher, put in place by an override later, pads by itself; TorchTitan's, which pads
@@ -223,6 +219,7 @@ class FP8Converter(QuantizationConverter):
             _float8_experts_cache[type(config)._owner] = experts
             setattr(parent, attribute, derive(config, experts.Config, wgrad=self.config.wgrad))
         if self.config.linears:
+            # TorchTitan's converter takes the names of what it leaves alone.
             names = [name for name, *_ in model_config.traverse(Linear.Config)]
             others = [name for name in names if not any(part in name for part in self.config.linears)]
             # Of torchao's recipes the one that keeps wgrad in BF16: with it a linear is cast along one axis alone.

@@ -59,10 +59,8 @@ QUANTISED = "moelab.mxfp8.dispatch.quantised"
 def quantised(config: RoutedExperts.Config) -> Any:
     """Swap a layer's standard dispatcher for the quantised one, and its experts for those that take such rows.
 
-    Routed experts with another dispatcher than TorchTitan's standard one, padded or not, are left alone.
-
-    Raises:
-        BadInput: if the experts are not MXFP8 with their weight gradient in BF16.
+    Routed experts with another dispatcher than TorchTitan's standard one, padded or not, are left alone. Others must be
+    MXFP8 with their weight gradient in BF16, or :class:`BadInput` is raised.
     """
     dispatcher, experts = config.token_dispatcher, config.inner_experts
     if not isinstance(dispatcher, AllToAllTokenDispatcher.Config):
@@ -123,9 +121,8 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
     ) -> tuple[QuantisedRows, Tensor, QuantisedDispatchMetadata]:
         """Send this rank's tokens to their experts.
 
-        Returns:
-            Quantised rows in expert-major order, rows of each local expert (padding included) ``(e,)``, and what
-            combine needs.
+        Returns quantised rows in expert-major order, rows of each local expert (padding included) ``(e,)``, and what
+        combine needs.
         """
         order_N = torch.argsort(topk_expert_ids_TK.reshape(-1), stable=True)
         sent_re = num_local_tokens_per_expert_E.view(self.ranks, -1)

@@ -63,8 +63,7 @@ class TensorErrors:
 def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
     """Cast a tensor along its last axis and hold it against itself.
 
-    Raises:
-        BadInput: for values that are not finite or all zero, or an axis that cannot be cut into blocks.
+    :class:`BadInput` for values that are not finite or all zero, or an axis that cannot be cut into blocks.
 
     Example:
         >>> round(measure(torch.linspace(1.0, 1.9, 32), MX()).sqnr_db)
@@ -106,8 +105,7 @@ def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
 def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """SQNR of every block of 32 along the last axis, dB, from exact values and what became of them.
 
-    Returns:
-        float64, one number a block; infinite where nothing is lost, NaN where the block is zero.
+    Infinite where nothing is lost, NaN where the block is zero.
     """
     require_whole_blocks("the last axis", x.shape[-1])
     exact = x.double().reshape(-1, BLOCK)
@@ -205,8 +203,7 @@ class StoredNumbers:
 def first_numbers(x: torch.Tensor, number_format: MX | NVFP4) -> StoredNumbers:
     """Cast a tensor, and take the first 32 of its numbers apart; NVFP4's second scale is that of all of ``x``.
 
-    Raises:
-        BadInput: for numbers that are not finite, or a last axis that cannot be cut into blocks of 32.
+    :class:`BadInput` for numbers that are not finite, or a last axis that cannot be cut into blocks of 32.
     """
     require_whole_blocks("the last axis", x.shape[-1])
     _require_finite("the tensor", x)
@@ -312,11 +309,7 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedGemm:
-    """Operands of one weight of the experts.
-
-    Raises:
-        BadInput: for no tokens, values that are not finite, or K or N that are no whole blocks of 32.
-    """
+    """Operands of one weight of the experts; :class:`BadInput` if no product of them can be measured."""
 
     name: str  # of the weight
     x: torch.Tensor  # input (M, K), tokens of one expert after those of another
@@ -399,10 +392,8 @@ def layer_gemms(
 ) -> tuple[GroupedGemm, GroupedGemm, GroupedGemm]:
     """Operands of all nine products of an expert layer ``(silu(x w1ᵀ) * (x w3ᵀ)) w2ᵀ``, as BF16 training has them.
 
-    What it takes is what a :class:`~moelab.mxfp8.capture.Capture` has.
-
-    Returns:
-        The grouped GEMMs of w1, w3 and w2, in the order of the forward pass.
+    It takes what a :class:`~moelab.mxfp8.capture.Capture` has, and returns the grouped GEMMs of w1, w3 and w2, in the
+    order of the forward pass.
     """
 
     def multiply(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -133,9 +133,6 @@ class MX(_OfElements):
     def cast(self, x: torch.Tensor) -> Cast:
         """Quantise a floating-point tensor with torchao's ``to_mx``; a block with a NaN becomes all NaN.
 
-        Raises:
-            NotWholeBlocks: if the last axis is not a multiple of the block.
-
         Example:
             >>> MX().cast(torch.full((1, 32), 1.1)).values[0, 0].item()
             1.125
@@ -161,9 +158,6 @@ class NVFP4(_OfElements):
 
         A NaN or an infinity makes the whole tensor NaN. One whose largest magnitude is below ``NVFP4_LEAST_AMAX``, for
         which torchao divides by zero, becomes zeros.
-
-        Raises:
-            NotWholeBlocks: if the last axis is not a multiple of the block.
 
         Example:
             >>> NVFP4().cast(torch.tensor([6.0, 2.4] * 8)[None]).values[0, :2].tolist()

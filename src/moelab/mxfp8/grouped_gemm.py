@@ -76,11 +76,7 @@ def why_not(precision: GroupedPrecision) -> str | None:
 
 
 def require_kernels(precision: GroupedPrecision) -> None:
-    """Refuse to time what this machine cannot run or would emulate.
-
-    Raises:
-        NoKernels: saying what is missing, and what can be done here.
-    """
+    """Refuse to time what this machine cannot run or would emulate: :class:`NoKernels` says what can be done here."""
     problem = why_not(precision)
     if problem is None:
         return
@@ -491,7 +487,7 @@ def run(
             content["rows"].append({**row, "fraction_of_peak": round(row["tflops"] / peak, 4) if peak else None})
             rate = f"{row['median_us']:>10.1f} µs {row['tflops']:>7.1f} TFLOP/s"
             _say(f"  {row['precision']:>16} {row['pass']:<17} {rate}")
-        write_json(path, content)
+        write_json(path, content)  # what follows may take the process with it
         for precision in chosen if with_components else ():
             try:
                 content["components"] += time_components(case, precision, device)

@@ -96,14 +96,9 @@ def parse_case(text: str) -> Case:
 
 
 def require_divisible(case: Case, precision: GroupedPrecision) -> None:
-    """Refuse dimensions that the kernels of a precision cannot take.
-
-    N counts as K does: backward sums over it.
-
-    Raises:
-        BadInput: naming the dimension, the block and the nearest valid value.
-    """
+    """Refuse dimensions that the kernels of a precision cannot take: :class:`BadInput` names the nearest valid one."""
     block = FEATURE_BLOCK[precision]
+    # N counts as K does: backward sums over it.
     for name, value in (("k", case.k), ("n", case.n)):
         if value % block:
             nearest = max(1, round(value / block)) * block

@@ -34,8 +34,7 @@ class GroupedGemmResult:
     def speedups(self, precision: str) -> pd.DataFrame:
         """Times of forward and backward in a precision beside those of BF16.
 
-        Returns:
-            A row for each case that has both: its shape, ``bf16_us``, ``low_us``, their rates, and ``speedup``.
+        A row for each case that has both: its shape, ``bf16_us``, ``low_us``, their rates, and ``speedup``.
         """
         chosen = self.rows[self.rows["pass"].eq("forward+backward")]
         columns = [*SHAPE, "median_us", "iqr_us", "tflops", "fraction_of_peak"]
@@ -82,11 +81,7 @@ def stored() -> GroupedGemmResult:
 
 
 def read_result(path: Path | str) -> GroupedGemmResult:
-    """Read a file that ``benchmarks/grouped_gemm.py`` wrote.
-
-    Raises:
-        BadInput: if it is none.
-    """
+    """Read a file that ``benchmarks/grouped_gemm.py`` wrote; :class:`BadInput` if it is none."""
     try:
         content = json.loads(Path(path).read_text())
         if content["schema"] != SCHEMA:

@@ -64,12 +64,9 @@ class NotWholeBlocks(BadInput):
 
 
 def require_whole_blocks(what: str, size: int, block: int = BLOCK, *, or_none: bool = False) -> None:
-    """Check that a dimension can be cut into blocks.
+    """Check that a dimension can be cut into blocks; :class:`NotWholeBlocks` names the nearest sizes that can.
 
     Along tokens 0 will do, too (``or_none``), because no token may have chosen a rank's experts.
-
-    Raises:
-        NotWholeBlocks: naming the dimension and the nearest sizes that can.
     """
     if size % block or not (size or or_none):
         below = size - size % block
@@ -94,9 +91,6 @@ def quantise_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         E4M3 ``(..., D)``, and the biased exponents of the scales, uint8 ``(..., D / 32)``: E8M0's bits in a dtype that
         every collective takes. To the bit those of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)``.
-
-    Raises:
-        NotWholeBlocks: if D is not a multiple of 32.
 
     Example:
         >>> data, scales = quantise_mxfp8(torch.full((1, 32), 448.0).bfloat16())
@@ -171,9 +165,6 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         BF16, ``(..., C)``, contiguous: the values of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)`` times its scales.
-
-    Raises:
-        NotWholeBlocks: if C is not a multiple of 32 (0 included).
     """
     require_whole_blocks("the last dimension", x.shape[-1])
     return _round_trip(x.contiguous().unflatten(-1, (-1, BLOCK)), -1).flatten(-2)
@@ -188,9 +179,6 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
 
     Returns:
         BF16, ``(..., C, R)``, contiguous.
-
-    Raises:
-        NotWholeBlocks: if R is not a multiple of 32.
     """
     require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
     blocks = x_BRC.contiguous().unflatten(-2, (x_BRC.shape[-2] // BLOCK, BLOCK))

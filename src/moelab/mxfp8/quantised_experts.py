@@ -139,8 +139,7 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
 def require_bf16_wgrad(experts: Any) -> None:
     """Refuse to send MXFP8 rows to experts that would have to cast them again for their weight gradient.
 
-    Raises:
-        BadInput: unless this configuration of experts is MXFP8 with the weight gradient in BF16.
+    :class:`BadInput` unless this configuration of experts is MXFP8 with the weight gradient in BF16.
     """
     wgrad = getattr(experts, "wgrad", None)
     if wgrad == "bf16" and hasattr(experts, "kernels"):

@@ -91,11 +91,7 @@ class EndValidator(Validator):
 
 
 def experiment() -> Trainer.Config:
-    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names: a run's record, or a person's file with defaults.
-
-    Raises:
-        Refused: if it is illegal.
-    """
+    """The experiment whose YAML file ``MOELAB_EXPERIMENT`` names; :class:`Refused` if it is illegal."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_torchrun()  # a rank outlives a torchrun that is killed, and keeps its GPU
     path = os.environ.get(EXPERIMENT_VARIABLE)
@@ -162,8 +158,7 @@ def assume_gpu(capability: tuple[int, int]) -> Iterator[None]:
 def _require_no_gpus(experiment: Experiment) -> None:
     """Make sure that the processor is used because there are no GPUs or ``hardware`` says so, not because they fail.
 
-    Raises:
-        Refused: if nvidia-smi fails, or lists GPUs that PyTorch does not see.
+    :class:`Refused` if nvidia-smi fails, or lists GPUs that PyTorch does not see.
     """
     if experiment.hardware != "cpu" and (listed := gpus()):
         raise Refused(
@@ -176,8 +171,7 @@ def _require_no_gpus(experiment: Experiment) -> None:
 def trainer_config(experiment: Experiment) -> Trainer.Config:
     """Translate a legal experiment, and prepare this process for it: its device, its corpus, its kernels.
 
-    Raises:
-        Refused: if this machine lacks the kernels that the arm asks for by name.
+    :class:`Refused` if this machine lacks the kernels that the arm asks for by name.
     """
     on_cpu = not torch.cuda.is_available()
     if on_cpu:

@@ -61,7 +61,7 @@ def sources() -> Iterator[tuple[str, Path]]:
     for folder, folders, files in os.walk(library):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # in place: os.walk skips them then
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
-    for path in sorted(paths):
+    for path in sorted(paths):  # os.walk's order is the file system's
         yield path.relative_to(library).as_posix(), path
 
 
@@ -95,7 +95,7 @@ def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     Files share passages (tables of character encodings share whole pages), so a passage that is held out anywhere is
     not trained on.
     """
-    parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}
+    parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}  # a set would forget the order
     for name, text in texts:
         parts["held_out" if is_held_out(name) else "train"].update(dict.fromkeys(passages(text)))
     held_out = parts["held_out"]

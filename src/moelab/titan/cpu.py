@@ -247,11 +247,7 @@ class MaskedSDPA(FlexAttention):
         scale: float | None = None,
         **_flex_options: object,
     ) -> torch.Tensor:
-        """Attend; arguments as FlexAttention's, ``attention_masks`` from :func:`dense_attention_mask`.
-
-        Returns:
-            ``(B, L, N, H_v)``.
-        """
+        """Attend as FlexAttention does, with a mask of :func:`dense_attention_mask`: ``(B, L, N, H_v)``."""
         wide = torch.float32 if self.widen else q_BLNH.dtype
         q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2).to(wide) for x in (q_BLNH, k_BLNH, v_BLNH))
         out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale)

@@ -116,6 +116,7 @@ def _config(shape: ModelShape, settings: dict[str, Any]) -> DeepSeekV3Model.Conf
         "router_num_limited_groups": shape.limited_groups if grouped else None,
     }
     init = deepseek_v3._EMBEDDING_INIT, deepseek_v3._NORM_INIT, deepseek_v3._output_linear_init(shape.dim)
+    # In this order: the shape's own sizes win over those of the flavor.
     layers = deepseek_v3._build_dsv3_layers(**(settings | sizes | router))
     for layer in layers:
         if layer.moe is not None and not shape.num_shared_experts:

@@ -60,6 +60,7 @@ class StepTracer:
         """Context of each training step."""
         if step in (self._step - 1, self._step) and self._trace is None:  # the latter after a restart just before it
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            # Warms up until the step, records it, and does nothing after it.
             only = schedule(wait=0, warmup=self._step, active=1, repeat=1)
             trace = profile(activities=[ProfilerActivity.CPU, *cuda], schedule=only, record_shapes=True)
             trace.step_num = self._step - 1  # so that the annotation is ProfilerStep#<step>

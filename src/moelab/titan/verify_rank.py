@@ -58,6 +58,7 @@ def main() -> int:
     request = json.load(sys.stdin)
     experiment, capability = Experiment(**request["experiment"]), tuple(request["capability"])
     rows = list(_in_forks(experiment, capability, request["ranks"]))
+    # The same on every rank, so the last that was built speaks for all.
     shared = {key: value for row in rows for key, value in row.pop("shared", {}).items()}
     print(json.dumps({"gpu": f"SM{capability[0]}{capability[1]}", **shared, "ranks": rows}))  # noqa: T201
     return 0
@@ -145,6 +146,7 @@ def _whole_model(config: Trainer.Config) -> tuple[nn.Module, dict[str, Any]]:
 def _stand_in(model_config: Any) -> tuple[str, list[str]]:
     """The dispatcher in words, and what is not built; replaces dispatchers that need a GPU."""
     described, missing = "", []
+    # A list, because the loop replaces what it walks over.
     for _name, config, parent, attribute in list(model_config.traverse(LocalTokenDispatcher.Config)):
         settings = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
         numbers = ", ".join(f"{name}={value}" for name, value in settings if isinstance(value, int | float))
