@@ -118,7 +118,7 @@ class OwnHardware(BaseModel):
     @field_validator("nvlink_gpus")
     @classmethod
     def _beyond_a_node(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and value < info.data.get("gpus", 1):
+        if value is not None and value < info.data.get("gpus", 1):  # absent where it was refused itself
             raise ValueError(f"at least the {info.data['gpus']} GPUs of a node; leave it out where NVLink ends there")
         return value
 

@@ -223,6 +223,7 @@ def _fields_of_record(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise BadInput(f"the record is damaged: expected a mapping of fields, found {_kind(content)}")
     version = content.pop(VERSION_KEY) if has_version else 0
+    # `true` would pass as a number.
     if type(version) is not int or not has_version <= version <= len(ADDED_FIELDS):
         raise BadInput(f"{VERSION_KEY}: got {_short(version)}; valid: 1 to {len(ADDED_FIELDS)}, or use a newer moelab")
     if has_version:
@@ -248,7 +249,7 @@ def read_yaml(path: Path) -> Any:
 def _text(path: Path, source: str) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(MAX_FILE_BYTES + 1)  # one more than allowed shows that there is more, of /dev/zero too
         text = data.decode()
     except OSError as error:
         raise BadInput(f"{source} cannot be read: {error.strerror}") from error

@@ -20,9 +20,9 @@ from moelab.layout import check
 from moelab.plan import layout_words, parameters_text, rows, tokens_text
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.job import Job
-from moelab.projection.project import Projection, aligned, extrapolated, project, speed_text
+from moelab.projection.project import Projection, aligned, extrapolated, gain_over, project, speed_text
 from moelab.projection.step import expert_s
-from moelab.projection.uncertainty import Estimate, gain_interval
+from moelab.projection.uncertainty import Estimate
 from moelab.search import MOST_TOKENS_AT_ONCE, ORDER, VARIED, Candidate, SearchResult, Space, chosen_fields
 
 ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU, so what nobody has measured must be clearly faster"
@@ -203,12 +203,7 @@ def _gains(space: Space) -> Iterator[TechniqueGain]:
             reasons = check(Experiment.model_validate({**without.experiment.model_dump(), **fields})).reasons
             why = reasons[0] if reasons else "no layout with it fits"
         else:
-            interval = gain_interval(
-                with_it.job,
-                without.job,
-                space.calibration,
-                extrapolated=bool(with_it.outside or without.outside),
-            )
+            interval = gain_over(with_it, without, space.calibration)
             why = _rows_and_break_even(with_it.job, space.calibration) if fields == experts else ""
             waits = with_it.breakdown_s["host and waiting"] / with_it.step_time_s
             if why and waits > MUCH_WAITING:

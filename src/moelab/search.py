@@ -163,7 +163,7 @@ def search(
         legal += some
     fitting: list[Candidate] = []
     too_large: list[Candidate] = []
-    for candidate in _by_memory(facts_of(experiment), sorted(legal), headroom_gib):
+    for candidate in _by_memory(facts_of(experiment), sorted(legal), headroom_gib):  # tuples in the stated order
         (too_large if candidate.fits is False else fitting).append(candidate)
         if len(fitting) == limit:
             break
@@ -384,7 +384,7 @@ class Space:
             self._legal += len(legal)
             kept: set[tuple[Any, ...]] = set()
             for one in legal:
-                same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))
+                same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))  # equal but for rounding
                 too_long = one.at_once > 1 and one.at_once * experiment.seq_len > MOST_TOKENS_AT_ONCE * one.cp
                 if not too_long and same not in kept:
                     kept.add(same)

@@ -16,8 +16,8 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
 from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.project import Projection, project, with_network
-from moelab.projection.uncertainty import Estimate, gain_interval
+from moelab.projection.project import Projection, gain_over, project, with_network
+from moelab.projection.uncertainty import Estimate
 
 PROFILES: Mapping[str, str] = {
     "H100": "h100_x1024",
@@ -95,16 +95,7 @@ def gains_by_network(
     at = {(point.series, point.x): point.projection for point in points}
     baseline, *arms = dict.fromkeys(point.series for point in points)
     return {
-        arm: {
-            x: gain_interval(
-                one.job,
-                at[baseline, x].job,
-                calibration,
-                extrapolated=bool(one.outside or at[baseline, x].outside),
-            )
-            for (series, x), one in at.items()
-            if series == arm
-        }
+        arm: {x: gain_over(one, at[baseline, x], calibration) for (series, x), one in at.items() if series == arm}
         for arm in arms
     }
 

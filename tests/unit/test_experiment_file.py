@@ -170,36 +170,6 @@ def test_an_unknown_field_gets_the_nearest_name(file: Path) -> None:
         assert (f"did you mean {near!r}?" if near else "known fields: name, model, shape, precision") in said
 
 
-NOT_A_STUDY = {
-    "": "found nothing",
-    "just words": "found str 'just words'",
-    "3": "found int 3",
-    "[1, 2]": "each entry of the list must be a mapping",
-    "- [steps, 3]": "each entry of the list must be a mapping",
-    "[]": "study 'my_study' is empty",
-    "steps: 1\nsteps: 2": "'steps' is given twice, near line 1",
-    "study: a\nexperiment: {lr: 1, steps: 2, lr: 1}": "'lr' is given twice, near line 2",
-    "steps: [": "not valid YAML",
-    "a: b: c": "not valid YAML",
-    "steps: !!python/object/apply:os.system ['true']": "not valid YAML",
-    "? [1, 2]\n: 3": "not valid YAML",
-    "lr: 2024-13-45": "not valid YAML",
-    'lr: !!int ""': "not valid YAML",
-    "lr: !!timestamp x": "not valid YAML",
-    "steps: !!int abc": "not valid YAML",
-    "compile: !!bool maybe": "not valid YAML",
-    f"steps: {'9' * 5000}": "not valid YAML",
-    "steps: 1\n---\nsteps: 2": "not valid YAML",
-    "base: &b {steps: 3}\nexperiment: {<<: *b}": "merging with << is not supported",
-    "\x07": "not valid YAML",
-}
-
-
-@pytest.mark.parametrize("text", NOT_A_STUDY)
-def test_what_is_no_study_is_refused(file: Path, text: str) -> None:
-    assert NOT_A_STUDY[text] in complaint(file, text)
-
-
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, file: Path) -> None:
     with pytest.raises(BadInput, match=r"missing\.yaml cannot be read: No such file"):
         read_study(tmp_path / "missing.yaml")
@@ -295,20 +265,36 @@ def test_arms_alternate_within_each_seed(file: Path) -> None:
 
 
 BAD_STUDIES = {
+    "": "found nothing",
+    "just words": "found str 'just words'",
+    "[1, 2]": "each entry of the list must be a mapping",
+    "- [steps, 3]": "each entry of the list must be a mapping",
+    "[]": "study 'my_study' is empty",
+    "steps: 1\nsteps: 2": "'steps' is given twice, near line 1",
+    "study: a\nexperiment: {lr: 1, steps: 2, lr: 1}": "'lr' is given twice, near line 2",
+    "steps: [": "not valid YAML",
+    "a: b: c": "not valid YAML",
+    "steps: !!python/object/apply:os.system ['true']": "not valid YAML",
+    "? [1, 2]\n: 3": "not valid YAML",
+    "lr: 2024-13-45": "not valid YAML",
+    'lr: !!int ""': "not valid YAML",
+    "lr: !!timestamp x": "not valid YAML",
+    "steps: !!int abc": "not valid YAML",
+    "compile: !!bool maybe": "not valid YAML",
+    f"steps: {'9' * 5000}": "not valid YAML",
+    "steps: 1\n---\nsteps: 2": "not valid YAML",
+    "base: &b {steps: 3}\nexperiment: {<<: *b}": "merging with << is not supported",
+    "\x07": "not valid YAML",
     "seeds: []": "study 'my_study' is empty",
     "seeds: 3": "seeds: got 3; valid: a list of integers",
-    "seeds: '012'": "seeds: got '012'; valid: a list of integers",
     "seeds:": "seeds: got None; valid: a list of integers",
-    "seeds: [0, a]": "seed: got 'a'",
     "seeds: [0, yes]": "seed: got True",
     "seeds: [0, 1.5]": "seed: got 1.5",
     "seeds: [0, 0]": "has the same arm and seed twice (bf16_standard, seed 0)",
     "arms: []": "study 'my_study' is empty",
     "arms:": "`arms` a list",
-    "arms: {precision: bf16}": "`arms` a list",
     "arms: [bf16, mxfp8]": "`arms` a list",
     "experiment: [1]": "`experiment` must be a mapping",
-    "experiment:": "`experiment` must be a mapping",
     "arms: [{precision: bf16}, {}]": "has the same arm and seed twice",
     "arms: [{lr: 1}, {lr: 2}, {lr: 2.0}]": "the same arm and seed twice (bf16_standard_lr-2.0, seed 0)",
     "arms: [{arm_fields: [lrr]}]": "arm_fields: got ['lrr']; valid: names of fields; not one: lrr; known: model",
@@ -319,10 +305,8 @@ BAD_STUDIES = {
     "seeds: [0]\nexperimnt: {}": "unknown key 'experimnt' of a study; did you mean 'experiment'?",
     "arms: [{}]\nseed: 3": "unknown key 'seed' of a study; did you mean 'seeds'?",
     "study: 2024": "study: got 2024; valid: a name",
-    "study:": "study: got None; valid: a name",
     "study: no": "study: got False; valid: a name",
     "study: ../up": "name: got '../up'",
-    "study: a/b": "name: got 'a/b'",
     "- {seed: 1}\n- {seed: 1, steps: 60}": "has the same arm and seed twice (bf16_standard, seed 1)",
     "- {name: a}\n- {name: b, seed: 1}": "share one name, found a, b",
 }

@@ -15,7 +15,7 @@ from titan_process import in_titan_process, verified
 
 from moelab.analysis.two_by_two import DEPTHS
 from moelab.experiment import EPBackend, Experiment
-from moelab.hardware import B200, GROUP_PADDING, H100
+from moelab.hardware import B200, GROUP_PADDING, H100, Gpu
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
 from moelab.memory import (
@@ -70,9 +70,12 @@ def layout_of(experiment: Experiment) -> Layout:
     return verdict.layout
 
 
-def predicted(**experiment: Any) -> MemoryEstimate:
-    made = Experiment(**experiment)
-    return estimate(made, layout_of(made), H100)
+def estimated(experiment: Experiment, gpu: Gpu = H100, **options: Any) -> MemoryEstimate:
+    return estimate(experiment, layout_of(experiment), gpu, **options)
+
+
+def predicted(**fields: Any) -> MemoryEstimate:
+    return estimated(Experiment(**fields))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -117,7 +120,7 @@ def test_exact_parts_of_the_published_layout() -> None:
         numel = local_numel(shape_of("671B"), layout, rank * layout.world_size // layout.pp)
         assert stage.parts["parameters"] * 2**30 == pytest.approx(4 * numel, rel=1e-3)  # padding apart
         assert stage.parts["optimizer states"] * 2**30 == 8 * numel
-    half = estimate(fewer := PUBLISHED.model_copy(update={"local_batch": 32}), layout_of(fewer), B200)
+    half = estimated(PUBLISHED.model_copy(update={"local_batch": 32}), B200)
     received = [
         one.parts["communication buffers"] - other.parts["communication buffers"]
         for one, other in zip(found.by_stage, half.by_stage, strict=True)
@@ -171,10 +174,9 @@ def test_the_moment_of_one_layer_meets_the_busiest_and_what_all_keep_the_average
     """Under full checkpointing one layer's rows count, without it those of all layers; forced balance has neither."""
 
     def grown(**fields: Any) -> float:
-        experiment = Experiment(**{**ON_8_H100, **fields})
-        layout, calm = layout_of(experiment), replace(memory_constants.busiest_layer, value=1.0)
-        without = estimate(experiment, layout, H100, constants=replace(memory_constants, busiest_layer=calm))
-        return estimate(experiment, layout, H100).worst.reserved_gib - without.worst.reserved_gib
+        experiment, calm = Experiment(**{**ON_8_H100, **fields}), replace(memory_constants.busiest_layer, value=1.0)
+        without = estimated(experiment, constants=replace(memory_constants, busiest_layer=calm))
+        return estimated(experiment).worst.reserved_gib - without.worst.reserved_gib
 
     assert grown(activation_checkpoint="full") > 5
     assert 0 <= grown(activation_checkpoint="none") < grown(activation_checkpoint="full")
@@ -185,8 +187,7 @@ def test_grouped_queries_keep_fewer_keys_and_values() -> None:
     """By hand: BF16 keys and values of 28 heads of 128 in each of 48 layers, for 8,192 tokens."""
     fields = {"gpus_per_node": 8, "ep": 8, "seq_len": 8192, "routing": "round_robin", "local_batch": 1}
     shapes = [read_model("Qwen3-30B-A3B").shape | {"qk_norm": False, "n_kv_heads": heads} for heads in (4, 32)]
-    experiments = [Experiment(model="16B", shape=shape, **fields) for shape in shapes]
-    few, all_heads = (estimate(one, layout_of(one), H100).parts["activations"] for one in experiments)
+    few, all_heads = (predicted(model="16B", shape=shape, **fields).parts["activations"] for shape in shapes)
     assert all_heads - few == pytest.approx(48 * 8192 * 28 * 2 * 128 * 2 / 2**30)
 
 
@@ -195,8 +196,7 @@ ON_B200 = {"model": "671B", "nodes": 4, "gpus_per_node": 8, "ep": 32, "seq_len":
 
 def peak(**fields: Any) -> float:
     """GiB of a large MoE layout on B200."""
-    experiment = Experiment(**{**ON_B200, "routing": "round_robin", **fields})
-    return estimate(experiment, layout_of(experiment), B200).worst.reserved_gib
+    return estimated(Experiment(**{**ON_B200, "routing": "round_robin", **fields}), B200).worst.reserved_gib
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full", "full+dispatch"])
@@ -220,7 +220,7 @@ def test_quantised_rows_are_half() -> None:
     layers = shape_of("671B").n_moe_layers
     saved = (rows * 7168 * (2 - 1 - 1 / 32)) * layers / 2**30
     sent = Experiment(**{**experiment.model_dump(), "dispatch_precision": "mxfp8"})
-    bf16, mxfp8 = (estimate(one, layout_of(one), B200).parts["activations"] for one in (experiment, sent))
+    bf16, mxfp8 = (estimated(one, B200).parts["activations"] for one in (experiment, sent))
     assert bf16 - mxfp8 == pytest.approx(saved, rel=0.02)
 
 
@@ -277,10 +277,7 @@ def test_buffer_of_deepep_holds_what_can_arrive(tokens: int, dim: int, top_k: in
 
 def test_buffers_follow_the_microbatch_and_lie_outside_of_pytorchs_allocator() -> None:
     fields = {**ON_B200, "ep_backend": "deepep", "local_batch": 8, "pp": 2, "ep": 16, "activation_checkpoint": "full"}
-    one, two = (
-        estimate(experiment, layout_of(experiment), B200)
-        for experiment in (Experiment(**fields, microbatch=microbatch) for microbatch in (1, 2))
-    )
+    one, two = (estimated(Experiment(**fields, microbatch=microbatch), B200) for microbatch in (1, 2))
     assert one.buffer is not None
     assert two.buffer is not None
     assert (one.buffer.tokens, two.buffer.tokens) == (4096, 8192)
@@ -289,8 +286,7 @@ def test_buffers_follow_the_microbatch_and_lie_outside_of_pytorchs_allocator() -
     assert stage.parts["dispatch buffers"] == one.buffer.size_bytes / 2**30
     outside = stage.parts["dispatch buffers"] + stage.parts["CUDA and NCCL"]
     assert stage.reserved_gib == pytest.approx(stage.total_gib - outside)
-    emulated = Experiment(**fields, ep_kernels="emulated")
-    assert estimate(emulated, layout_of(emulated), B200).buffer is None
+    assert estimated(Experiment(**fields, ep_kernels="emulated"), B200).buffer is None
 
 
 def test_padding_is_that_of_the_dispatcher() -> None:

@@ -53,12 +53,8 @@ def test_routing_and_heads_are_torchtitans(model: str) -> None:
     router, attention = config.layers[-1].moe.router, config.layers[0].attention
     groups = (router.num_expert_groups or 1, router.num_limited_groups or 1)
     assert (shape.top_k, shape.expert_groups, shape.limited_groups) == (router.top_k, *groups)
-    assert (shape.n_heads, shape.qk_head_dim, shape.v_head_dim) == (
-        attention.n_heads,
-        attention.qk_nope_head_dim + attention.qk_rope_head_dim,
-        attention.v_head_dim,
-    )
-    assert shape.n_dense_layers == sum(layer.moe is None for layer in config.layers)
+    heads = (attention.n_heads, attention.qk_nope_head_dim, attention.qk_rope_head_dim, attention.v_head_dim)
+    assert (shape.n_heads, shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim) == heads
 
 
 OWN = {

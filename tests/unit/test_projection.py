@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moelab.cli import main
 from moelab.errors import BadInput, Refused
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import Cluster, ImpossibleHardware, SourcedNumber, cluster_of
+from moelab.hardware import Cluster, ImpossibleHardware, cluster_of
 from moelab.layout import check, facts_of, resolve
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
 from moelab.plan import headroom_gib
@@ -59,18 +59,12 @@ SMALL: dict[str, Any] = {"model": "16B", "hardware": "h100_node", "gpus_per_node
 NODE = Experiment(**SMALL, activation_checkpoint="full", compile="model+loss", routing=Routing.RANDOM_BALANCED)
 
 
-def faster(cluster: Cluster, **changes: float) -> Cluster:
-    """The cluster with figures of its GPU or network multiplied."""
-
-    def more(figure: SourcedNumber | None, factor: float) -> SourcedNumber:
-        assert figure is not None
-        return replace(figure, value=figure.value * factor)
-
-    node = cluster.node
-    if "nic_gb_s" in changes:
-        node = replace(node, nic_gb_s=more(node.nic_gb_s, changes.pop("nic_gb_s")))
-    gpu = replace(node.gpu, **{name: more(getattr(node.gpu, name), factor) for name, factor in changes.items()})
-    return replace(cluster, node=replace(node, gpu=gpu))
+def faster(cluster: Cluster, figure: str, factor: float) -> Cluster:
+    """The cluster with a figure of its GPU or network multiplied."""
+    node, owner = cluster.node, cluster.node if figure == "nic_gb_s" else cluster.node.gpu
+    number = getattr(owner, figure)
+    better: Any = replace(owner, **{figure: replace(number, value=number.value * factor)})
+    return replace(cluster, node=better if owner is node else replace(node, gpu=better))
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -118,7 +112,7 @@ def test_what_a_layout_does_not_do_costs_nothing() -> None:
 )
 def test_better_hardware_is_never_slower(arm: str, figure: str, factor: float) -> None:
     experiment, cluster = named_arms()[f"dsv3_671b_{arm}"], cluster_of("b200_x256")
-    assert project(experiment, faster(cluster, **{figure: factor})).step_time_s <= project(experiment).step_time_s
+    assert project(experiment, faster(cluster, figure, factor)).step_time_s <= project(experiment).step_time_s
 
 
 @settings(max_examples=20, deadline=None)
@@ -161,16 +155,6 @@ def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
     add_exchange(times := nothing(), job, CALIBRATION)
     dispatch_s, combine_s = (exchange_time_s(job, CALIBRATION, one) for one in (33 / 32, 2.0))
     assert times[PASS_INDEX["forward"], INDEX["all-to-all"]] == pytest.approx(dispatch_s + combine_s)
-
-
-def test_random_routing_costs_deepep_its_saving_and_the_standard_exchange_nothing() -> None:
-    def all_to_all(arm: str, routing: Routing) -> float:
-        experiment = named_arms()[f"dsv3_671b_{arm}"].model_copy(update={"routing": routing})
-        return project(experiment).breakdown_s["all-to-all"]
-
-    forced, random = Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED
-    assert all_to_all("bf16_standard", forced) == pytest.approx(all_to_all("bf16_standard", random))
-    assert all_to_all("bf16_deepep", random) > 2 * all_to_all("bf16_deepep", forced)
 
 
 def test_what_plan_refuses_is_refused_with_its_reasons() -> None:
@@ -263,16 +247,6 @@ def test_a_group_is_placed_on_the_cluster_that_is_asked_about() -> None:
     assert can_be_placed(experiment, 16, rack.node)
     assert can_be_placed(experiment.model_copy(update={"nodes": 6}), 8, rack.node)
     assert not can_be_placed(experiment.model_copy(update={"nodes": 6, "gpus_per_node": 8}), 12, nodes.node)
-
-
-def test_a_public_step_on_gb300_lies_in_its_interval() -> None:
-    """pytorch/torchtitan PR 3659: 19,558 tokens/s/GPU on four GB300 with HybridEP; GB200's profile stands in."""
-    experiment = Experiment(
-        model="16B", gpus_per_node=4, ep=4, seq_len=4096, local_batch=4, activation_checkpoint="full", compile="loss",
-        hardware="gb200_nvl72_x4", dataset="c4", ep_backend="hybridep",
-    )  # fmt: skip
-    low, high = project(experiment).interval
-    assert low < 19_558 < high
 
 
 def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:

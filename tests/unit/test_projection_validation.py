@@ -118,6 +118,7 @@ def test_rows_are_there_once_with_a_date_a_source_and_a_kind(rows: tuple[Validat
     assert named == fitted_on()
     assert [row.name for row in rows if row.of == "memory" and row.kind == "fitted"] == [f"{MEMORY_FITTED_ON}, memory"]
     assert {row.source for row in rows if row.kind == "blind"} >= {ONE_NODE}
+    assert next(row for row in rows if "GB300" in row.name).inside, "GB200's profile once stood in for it"
 
 
 def test_pipeline_stages_are_those_of_megatrons_layouts() -> None:

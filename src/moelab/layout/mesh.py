@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import Gpu, architecture, cluster_of, gpu_of
+from moelab.hardware import Gpu, Node, architecture, cluster_of, gpu_of
 from moelab.layout.schedule import SCHEDULES, Schedule, split_layers, stages_of_rank
 from moelab.model import ModelShape, shape_for
 
@@ -81,14 +81,13 @@ class Facts:
         return Facts(experiment=varied, shape=self.shape, capability=self.capability, gpu_in_words=self.gpu_in_words)
 
 
-def nvlink_ranks(experiment: Experiment, ep: int | None = None) -> int:
-    """Consecutive ranks of an experiment that NVLink joins, by its hardware.
+def nvlink_ranks(experiment: Experiment, ep: int | None = None, *, node: Node | None = None) -> int:
+    """Consecutive ranks of an experiment that NVLink joins.
 
-    ``ep`` is another expert-parallel degree than the experiment's.
+    ``ep`` is another expert-parallel degree than the experiment's, ``node`` one of another cluster than its hardware.
     """
-    return cluster_of(experiment.hardware).node.nvlink_ranks(
-        nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep
-    )
+    node = node or cluster_of(experiment.hardware).node
+    return node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep or experiment.ep)
 
 
 def facts_of(experiment: Experiment, gpu: Gpu | None = None) -> Facts:
@@ -143,6 +142,7 @@ class Layout:
 def resolve(facts: Facts) -> Layout:
     """The layout of facts that break no rule which shapes it."""
     x = facts.experiment
+    # Without a pipeline the schedule means nothing, and its name may be anything.
     schedule, turns = (SCHEDULES[x.pp_schedule], facts.stages_per_rank) if x.pp > 1 else (SCHEDULES["1F1B"], 1)
     return Layout(
         world_size=x.world_size,

@@ -215,6 +215,7 @@ def estimate(
         experiment.precision,
         emulates(experiment, gpu),
         experiment.quantize != "experts" and experiment.precision is not Precision.BF16,
+        # a rank gets no more than all rows of its group
         min(constants.busiest_layer.value, layout.ep) if experiment.routing is Routing.LEARNED else 1.0,
     )
     run = Moments(

@@ -182,6 +182,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     needed = (*NEEDED, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if latent else NEEDED
     if lacking := [" or ".join(TAKEN[field]) for field in needed if field not in shape]:
         raise BadInput(f"it lacks {', '.join(lacking)}")
+    # A bool is an int too, by `isinstance`.
     if wrong := [f"{used[field]} is {value!r}" for field, value in shape.items() if type(value) is not int]:
         raise BadInput(f"{', '.join(wrong)}; valid: one whole number for all layers")
 

@@ -43,7 +43,7 @@ from moelab.memory.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
 from moelab.projection.calibration import Calibration
 from moelab.projection.gemm import sms_of
-from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add
+from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add_both_ways
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import RoutingModel
 
@@ -72,6 +72,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
         nvlink *= float(calibration.nccl_pair)
     if ranks <= together:
         return moved / nvlink + float(calibration.collective_s)
+    # without a figure nothing is sent over the network: `require_figures` has refused what would
     network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
     nodes = ranks / together
     # data goes round in pieces, so the slower kind of link sets the pace and the other adds nothing
@@ -102,10 +103,7 @@ def add_layer_collectives(times: Times, job: Job, calibration: Calibration) -> N
         "context-parallel collectives": ring_time_s(job, calibration, keys_and_values, work.cp, stride=work.tp),
     }
     for category, seconds in collectives.items():
-        add(times, "forward", category, seconds)
-        add(times, "dgrad", category, seconds)
-        if job.recomputes_layers:
-            add(times, "recompute", category, seconds)
+        add_both_ways(times, category, seconds, seconds, again=job.recomputes_layers)
 
 
 class Permutation(NamedTuple):
@@ -193,18 +191,12 @@ def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / rate
     copies = PERMUTATIONS[job.stack.permutation].copies
     dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
-    add(times, "forward", "all-to-all", forward)
-    add(times, "dgrad", "all-to-all", back)
-    add(times, "forward", "permutation and padding", dispatch + combine)
-    add(times, "dgrad", "permutation and padding", combine_back + dispatch_back)
+    permuted, permuted_back = dispatch + combine, combine_back + dispatch_back
     waited = 2 * float(calibration.wait_s) * expected_maximum(job.work.ep) * waits_over_network(job)
-    add(times, "forward", "imbalance and stragglers", waited)
-    add(times, "dgrad", "imbalance and stragglers", waited)
-    if job.recomputes_layers:
-        add(times, "recompute", "permutation and padding", dispatch + combine)
-        if not job.keeps_exchange:
-            add(times, "recompute", "all-to-all", forward)
-            add(times, "recompute", "imbalance and stragglers", waited)
+    again = job.recomputes_layers and not job.keeps_exchange
+    add_both_ways(times, "all-to-all", forward, back, again=again)
+    add_both_ways(times, "permutation and padding", permuted, permuted_back, again=job.recomputes_layers)
+    add_both_ways(times, "imbalance and stragglers", waited, waited, again=again)
 
 
 def waits_over_network(job: Job) -> bool:

@@ -45,7 +45,7 @@ from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.model import ModelShape, gemms
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction, GroupedPrecision
 from moelab.projection.calibration import Calibration
-from moelab.projection.job import INDEX, Job, PassName, Times, add, nothing
+from moelab.projection.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
 from moelab.projection.memory_bound import memory_rate
 
 TILE_M, TILE_N = 128, 256
@@ -481,7 +481,4 @@ def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
     if tiles:
         forward, backward = forward / float(calibration.tiles_forward), backward / float(calibration.tiles_backward)
-    add(times, "forward", "attention", forward)
-    add(times, "dgrad", "attention", backward)
-    if job.checkpointing in ("full", "full+dispatch"):
-        add(times, "recompute", "attention", forward)
+    add_both_ways(times, "attention", forward, backward, again=job.checkpointing in ("full", "full+dispatch"))

@@ -22,6 +22,7 @@ from moelab.errors import Refused
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Node
 from moelab.layout import Layout
+from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.schedule import split_layers
 from moelab.memory.activations import Work, keeps_arrived
 from moelab.memory.peak import MemoryConstants, emulates, memory_constants, work_of
@@ -124,6 +125,14 @@ def nothing() -> Times:
 def add(times: Times, pass_name: PassName, category: str, seconds: float) -> None:
     """Add to one cell."""
     times[PASS_INDEX[pass_name], INDEX[category]] += seconds
+
+
+def add_both_ways(times: Times, category: str, forward: float, backward: float, *, again: bool) -> None:
+    """Add a forward and a backward pass, and the forward pass ``again`` where the backward pass repeats it."""
+    add(times, "forward", category, forward)
+    add(times, "dgrad", category, backward)
+    if again:
+        add(times, "recompute", category, forward)
 
 
 MODEL_OF_ROUTING = {
@@ -243,7 +252,7 @@ def job_of(
         shape=shape,
         node=replace(
             node,
-            gpus=node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep),
+            gpus=nvlink_ranks(experiment, node=node),
             nvlink_gpus=None,  # from here on a node is what NVLink joins, be it of one host or of a rack
         ),
         stack=stack or titan(experiment),

@@ -16,14 +16,22 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of
 from moelab.layout import check
-from moelab.layout.mesh import divisors
+from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.memory import MemoryConstants, estimate, memory_constants
 from moelab.model import flops_per_token, shape_for
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.job import Job, job_of
 from moelab.projection.step import step_parts_s
-from moelab.projection.uncertainty import ACCUMULATED, CONFIDENCE, WAIT, outside, relative_width
+from moelab.projection.uncertainty import (
+    ACCUMULATED,
+    CONFIDENCE,
+    WAIT,
+    Estimate,
+    gain_interval,
+    outside,
+    relative_width,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +159,12 @@ def project(
     )
 
 
+def gain_over(with_it: Projection, without: Projection, calibration: Calibration) -> Estimate:
+    """Percent that one projected step is faster than another on the same machine, with its 90 % interval."""
+    extrapolated = bool(with_it.outside or without.outside)
+    return gain_interval(with_it.job, without.job, calibration, extrapolated=extrapolated)
+
+
 def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
     """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
     if cluster == cluster_of(experiment.hardware):
@@ -168,7 +182,7 @@ def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
 
 def can_be_placed(experiment: Experiment, ep: int, node: Node) -> bool:
     """Whether a group of ``ep`` ranks on such nodes lies within what NVLink joins or fills it: no other is modelled."""
-    joined = node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=ep)
+    joined = nvlink_ranks(experiment, ep, node=node)
     return experiment.world_size == joined or joined % ep == 0 or ep % joined == 0
 
 
@@ -182,8 +196,9 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
-    joined = cluster.node.nvlink_ranks(nodes=experiment.nodes, gpus_per_node=experiment.gpus_per_node, ep=experiment.ep)
-    if experiment.world_size > joined:  # else nothing leaves NVLink, and a profile without network will do
+    if experiment.world_size > nvlink_ranks(
+        experiment, node=cluster.node
+    ):  # else nothing leaves NVLink, and a profile without network will do
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
         raise BadInput(

@@ -224,7 +224,7 @@ def draw_expert_ids(
     experts, top_k = placement.experts, placement.top_k
     if routing.kind == "round_robin":
         return np.arange(tokens * top_k, dtype=np.int64).reshape(tokens, top_k) % experts
-    rng = np.random.default_rng((seed, rank))
+    rng = np.random.default_rng((seed, rank))  # a stream of its own for each rank
     if routing.kind == "random_balanced":
         return _balanced(rng, tokens, experts, top_k)
     return _best(_scores(routing, rng, tokens, experts), top_k)
@@ -266,7 +266,7 @@ def _scores(routing: RoutingModel, rng: np.random.Generator, tokens: int, expert
 
 def _best(scores: npt.NDArray[np.float64], count: int) -> ExpertIds:
     """Columns of the ``count`` largest scores of each row."""
-    if count == scores.shape[-1]:
+    if count == scores.shape[-1]:  # which argpartition cannot part
         return np.broadcast_to(np.arange(count, dtype=np.int64), scores.shape).copy()
     return np.argpartition(-scores, count - 1, axis=-1)[:, :count].astype(np.int64)
 
