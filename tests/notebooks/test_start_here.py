@@ -14,7 +14,8 @@ from moelab.doctor import examine
 from moelab.machine import GpuInfo
 from moelab.notebooks import StartParameters, parameters
 from moelab.notebooks.map import MINUTES_AND_HARDWARE, markdown_table
-from moelab.runs.collect import collect, joined_rows
+from moelab.runs.collect import collect
+from moelab.runs.table import joined_rows
 
 pytestmark = pytest.mark.training
 FOLDER = ROOT / "notebooks"

@@ -38,11 +38,11 @@ from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
 from moelab.explain.explanation import Explanation, explain
 from moelab.runs import directory
-from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.collect import WARMUP_STEPS, Collected
 from moelab.runs.directory import Discovery
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
-from moelab.runs.table import throughput_rows
+from moelab.runs.table import joined_rows, throughput_rows
 from moelab.study_report.sides import (
     VALID,
     NotJudged,
