@@ -66,7 +66,7 @@ SlurmctldTimeout=30
 GresTypes=gpu
 {settings}
 NodeName=n[0-{last}] NodeHostname=n[0-{last}] NodeAddr=127.0.0.1 Port=[{first_node_port}-{last_node_port}] {resources}
-PartitionName=main Nodes=n[0-{last}] Default=YES MaxTime=INFINITE State=UP {partition}
+PartitionName=main Nodes=n[0-{last}] Default=YES MaxTime=INFINITE State=UP
 """
 DEFAULTS = {"MinJobAge": "3600", "SlurmdTimeout": "30", "BatchStartTimeout": "30"}
 
@@ -79,7 +79,7 @@ def missing() -> str | None:
 
 @contextmanager
 def slurm_cluster(
-    *, nodes: int, gpus: int = 0, cpus: int = 64, partition: str = "", settings: dict[str, str] | None = None
+    *, nodes: int, gpus: int = 0, cpus: int = 64, settings: dict[str, str] | None = None
 ) -> Iterator[SlurmCluster]:
     """Start a cluster of nodes n0, n1, … with fake GPUs, and stop it with all that it left.
 
@@ -87,14 +87,13 @@ def slurm_cluster(
         nodes: number of slurmd.
         gpus: of each node, symbolic links to /dev/null.
         cpus: of each node, declared, whatever this machine has.
-        partition: more of the line of the only partition, ``main``.
         settings: lines of slurm.conf, over :data:`DEFAULTS`.
     """
     folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))  # socket paths are limited to 107 bytes
     cluster = SlurmCluster(folder, tuple(f"n{index}" for index in range(nodes)))
     try:
         with _port_lock():
-            _configure(folder, nodes, gpus, cpus, partition, {**DEFAULTS, **(settings or {})})
+            _configure(folder, nodes, gpus, cpus, {**DEFAULTS, **(settings or {})})
             cluster.start()
         yield cluster
     finally:
@@ -268,7 +267,7 @@ class SlurmCluster:
             daemon.wait()
 
 
-def _configure(folder: Path, nodes: int, gpus: int, cpus: int, partition: str, settings: dict[str, str]) -> None:
+def _configure(folder: Path, nodes: int, gpus: int, cpus: int, settings: dict[str, str]) -> None:
     for name in ("munge", "state", "spool", "log", "dev"):
         (folder / name).mkdir(mode=0o700)
     key = folder / "munge" / "key"
@@ -294,7 +293,6 @@ def _configure(folder: Path, nodes: int, gpus: int, cpus: int, partition: str, s
             last_node_port=first + nodes,
             last=nodes - 1,
             resources=f"{cores} RealMemory=512000 {f'Gres=gpu:b200:{gpus}' if gpus else ''} State=UNKNOWN",
-            partition=partition,
             settings="\n".join(f"{key}={value}" for key, value in settings.items()),
         )
     )

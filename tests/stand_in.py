@@ -25,30 +25,34 @@ STUBBORN_RANK = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
 START = datetime(2026, 9, 14, 3, 10, 22)
 
 
+def titan_line(seconds: float, text: str, prefix: str = "[rank0]:") -> str:
+    """A line as TorchTitan's logger writes it under torchrun, so many seconds after :data:`START`."""
+    time = START + timedelta(seconds=seconds)
+    return f"{prefix}[titan] {time:%Y-%m-%d %H:%M:%S},{time.microsecond // 1000:03} - root - INFO - {text}\n"
+
+
+def step_text(step: int, loss: float | str, *, tps: float = 1000.0, memory_gib: float = 1.5) -> str:
+    """What torchtitan 0.3.0 logs of a step."""
+    loss = loss if isinstance(loss, str) else f"{loss:8.5f}"
+    memory = f"{memory_gib:5.2f}GiB({memory_gib / 2:.2f}%)"
+    numbers = f"memory: {memory}  tps: {round(tps):,}  tflops: 0.10  mfu: N/A"
+    return f"step: {step:2}  loss: {loss}  grad_norm:  0.2210  {numbers}"
+
+
 def step_line(step: int, loss: float, *, tps: float = 1000.0, seconds: float | None = None) -> str:
-    """One line of a step, as torchtitan 0.3.0 logs it under torchrun."""
-    time = START + timedelta(seconds=step if seconds is None else seconds)
-    return (
-        f"[rank0]:[titan] {time:%Y-%m-%d %H:%M:%S},000 - root - INFO - step: {step:2}  loss: {loss:8.5f}  "
-        f"grad_norm:  0.2210  memory:  1.50GiB(2.00%)  tps: {round(tps):,}  tflops: 0.10  mfu: N/A\n"
-    )
+    """One line of a step, which takes a second unless said otherwise."""
+    return titan_line(step if seconds is None else seconds, step_text(step, loss, tps=tps))
 
 
 def validation_line(step: int, loss: float) -> str:
     """The line of a held-out loss."""
-    time = START + timedelta(seconds=step + 0.5)
-    return (
-        f"[rank0]:[titan] {time:%Y-%m-%d %H:%M:%S},000 - root - INFO - validate step: {step:2}  loss: {loss:7.4f}  "
-        "memory:  1.50GiB(2.00%)  tps: 2,000\n"
-    )
+    return titan_line(step + 0.5, f"validate step: {step:2}  loss: {loss:7.4f}  memory:  1.50GiB(0.75%)  tps: 2,000")
 
 
-def install(behaviours: Mapping[str, str] | None = None, *, poll_s: float = 0.02) -> None:
-    """Let the launcher of this process start the stand-in; an experiment without a behaviour trains to its end.
+def install(behaviours: Mapping[str, str] | None = None) -> None:
+    """Let the launcher of this process start the stand-in.
 
-    Args:
-        behaviours: what the run of ``<arm>/seed<k>`` does: one of the functions below.
-        poll_s: how often the launcher looks at it.
+    The run of ``<arm>/seed<k>`` behaves as one of the functions below; without a behaviour it trains to its end.
     """
     from moelab.experiment import Experiment
     from moelab.launch import local
@@ -62,7 +66,7 @@ def install(behaviours: Mapping[str, str] | None = None, *, poll_s: float = 0.02
 
     local.command = command
     local.stage_data = lambda experiment: None
-    local.POLL_S = poll_s
+    local.POLL_S = 0.02
 
 
 def processes_of(runs: Path) -> list[int]:
@@ -86,8 +90,8 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def steps(last: int, first: int = 1) -> None:
-    for step in range(first, last + 1):
+def steps(last: int) -> None:
+    for step in range(1, last + 1):
         say(step_line(step, 8.0 - 0.1 * step))
 
 

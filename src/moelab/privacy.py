@@ -152,9 +152,8 @@ def without_places(text: str) -> str:
     The virtual environment becomes ``$VENV``, the folder for temporary files ``$TMPDIR``, the working folder ``.``,
     moelab's own ``$MOELAB``, any home folder ``~``, names ``USER`` and ``HOST``, and a key or password ``***``.
 
-    Example:
-        >>> without_places("HF_TOKEN=hf_abc /home/ada/run.py --rdzv-endpoint=gpu-17:29500")
-        'HF_TOKEN=*** ~/run.py --rdzv-endpoint=HOST:29500'
+    >>> without_places("HF_TOKEN=hf_abc /home/ada/run.py --rdzv-endpoint=gpu-17:29500")
+    'HF_TOKEN=*** ~/run.py --rdzv-endpoint=HOST:29500'
     """
     text = without_secrets(text)
     for place, name in _places(Path.cwd(), sys.prefix, tempfile.gettempdir(), os.environ.get("HOME")):
@@ -172,11 +171,10 @@ def without_secrets(text: str) -> str:
     the values of this process's environment variables with such names. Forty hexadecimal digits are a W&B key unless a
     word such as *commit* or *sha* precedes them. It cannot recognise any other secret.
 
-    Example:
-        >>> without_secrets("WANDB_API_KEY=abc moelab run x.yaml")
-        'WANDB_API_KEY=*** moelab run x.yaml'
-        >>> without_secrets("at commit 0123456789abcdef0123456789abcdef01234567")
-        'at commit 0123456789abcdef0123456789abcdef01234567'
+    >>> without_secrets("WANDB_API_KEY=abc moelab run x.yaml")
+    'WANDB_API_KEY=*** moelab run x.yaml'
+    >>> without_secrets("at commit 0123456789abcdef0123456789abcdef01234567")
+    'at commit 0123456789abcdef0123456789abcdef01234567'
     """
     text = visible(text)
     secret = [value for name, value in os.environ.items() if len(value) >= _SHORTEST_VALUE and is_secret_name(name)]
@@ -222,9 +220,8 @@ def visible(text: str) -> str:
 def each_text(clean: Callable[[str], str], value: Any) -> Any:
     """A structure with all its strings cleaned; keys, numbers and plotly's packed arrays (``bdata``) stay.
 
-    Example:
-        >>> each_text(without_secrets, {"password": ["HF_TOKEN=abc", 4096]})
-        {'password': ['HF_TOKEN=***', 4096]}
+    >>> each_text(without_secrets, {"password": ["HF_TOKEN=abc", 4096]})
+    {'password': ['HF_TOKEN=***', 4096]}
     """
     if type(value) is str:
         return clean(value)
@@ -244,9 +241,8 @@ def shareable(text: str) -> str:
 
     It is for people: a reason, a command, a name. Of an absolute path, the file's own name stays.
 
-    Example:
-        >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
-        "No space left on device: '…/metrics.parquet'"
+    >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
+    "No space left on device: '…/metrics.parquet'"
     """
     return without_places(_FOLDERS.sub(_file_alone, text))
 

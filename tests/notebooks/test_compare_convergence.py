@@ -16,7 +16,8 @@ from notebook_support import NO_PICTURES, ROOT, Ran, ran, sbatch_that_tells
 
 from moelab.notebooks import execute, read_parameters
 from moelab.runs import directory
-from moelab.runs.collect import collect, joined_rows, newest
+from moelab.runs.collect import collect, newest
+from moelab.runs.table import joined_rows
 
 pytestmark = pytest.mark.training
 NAME = "06_compare_convergence"

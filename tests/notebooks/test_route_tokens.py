@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -119,24 +118,3 @@ def test_times_are_as_described() -> None:
         assert network_s > 7.5 * nvlink_s
         bounds[name] = 1e3 * network_s
     assert bounds == pytest.approx({"standard": 28, "hybrid": 13, "forced": 3.5}, rel=0.03)
-
-
-def test_answers_of_the_exercises() -> None:
-    small = ExpertPlacement(experts=64, top_k=6, ep=16, ranks_per_node=8)
-    answer = 2 * (1 - math.comb(32, 6) / math.comb(64, 6))
-    assert expected_destinations(RoutingModel(kind="uniform"), small).nodes == pytest.approx(answer, abs=1e-9)
-    assert answer == pytest.approx(1.976, abs=5e-4)
-    network = [
-        expected_rows(
-            expected_destinations(RoutingModel(kind="group_limited", groups=8, limited_groups=limit), PLACEMENT),
-            PLACEMENT,
-            "deepep_hybrid",
-        ).network
-        for limit in (2, 3)
-    ]
-    assert np.round(network, 2).tolist() == [1.39, 1.87]
-    wide, low = (
-        expected_traffic(FORCED, PLACEMENT, "standard", tokens=1, hidden=7168, dispatch_precision=each).total.logical
-        for each in ("bf16", "mxfp8")
-    )
-    assert 100 * (1 - low / wide) == pytest.approx(24, abs=0.5)

@@ -31,7 +31,7 @@ ARMS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Node:
     """What the job's program was given on one node."""
 
@@ -43,7 +43,7 @@ class Node:
         return NodeOfJob.of(self.environment)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Submitted:
     """The study after its jobs have ended."""
 
@@ -59,16 +59,11 @@ class Submitted:
         return next(run for run in self.first.submitted if run.experiment.arm == arm)
 
     def nodes(self, arm: str) -> list[Node]:
-        folder = self.run(arm).path / "nodes"
-        return [
-            Node(
-                environment=dict(
-                    entry.split("=", 1) for entry in file.read_text().rstrip("\0").split("\0") if "=" in entry
-                ),
-                arguments=file.with_suffix(".arguments").read_text().rstrip("\0").split("\0"),
-            )
-            for file in sorted(folder.glob("*.env"), key=lambda file: int(file.stem))
-        ]
+        def texts(number: int, suffix: str) -> list[str]:
+            return (self.run(arm).path / "nodes" / f"{number}.{suffix}").read_text().rstrip("\0").split("\0")
+
+        variables = [dict(one.split("=", 1) for one in texts(number, "env") if "=" in one) for number in range(32)]
+        return [Node(environment, texts(number, "arguments")) for number, environment in enumerate(variables)]
 
 
 @pytest.fixture(scope="module")
@@ -88,38 +83,23 @@ def submitted(big_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactor
         again = submit(study, folder / "runs", cluster, submit=True)
         afterwards: list[str] = []
         bring_forward(study, folder / "runs", cluster, submit=True, say=afterwards.append)
-        yield Submitted(
-            study=study,
-            folder=folder / "runs",
-            first=first,
-            statuses=statuses,
-            again=again,
-            said_meanwhile=meanwhile,
-            said_afterwards=afterwards,
-        )
+        yield Submitted(study, folder / "runs", first, statuses, again, meanwhile, afterwards)
 
 
 def test_it_is_one_array_whose_script_is_in_every_run_directory(submitted: Submitted) -> None:
+    runs = submitted.first.submitted
     assert len(submitted.first.scripts) == 1
-    scripts = {(run.path / SCRIPT_FILE).read_text() for run in submitted.first.submitted}
-    assert scripts == set(submitted.first.scripts)
-    jobs = [run.status.job_id for run in submitted.first.submitted]
-    assert jobs == [f"1_{task}" for task in range(4)]
-    assert tuple(run.experiment for run in submitted.first.submitted) == submitted.study.experiments
-
-
-def test_what_ended_well_is_completed_and_collected(submitted: Submitted) -> None:
+    assert {(run.path / SCRIPT_FILE).read_text() for run in runs} == set(submitted.first.scripts)
+    assert [run.status.job_id for run in runs] == [f"1_{task}" for task in range(4)]
+    assert tuple(run.experiment for run in runs) == submitted.study.experiments
     assert [status.state for status in submitted.statuses] == [State.COMPLETED] * 4
-    assert all((run.path / "metrics.parquet").exists() for run in submitted.first.submitted)
+    assert all((run.path / "metrics.parquet").exists() for run in runs)
 
 
-def test_a_second_submit_finds_nothing_to_do(submitted: Submitted) -> None:
+def test_a_second_submit_finds_nothing_to_do_nor_does_notebook_07_that_is_run_again(submitted: Submitted) -> None:
     assert submitted.again.completed == submitted.first.submitted
     assert (submitted.again.submitted, submitted.again.scripts) == ((), ())
     assert len(list(find(submitted.folder))) == 4
-
-
-def test_notebook_07_that_is_run_again_waits_for_its_jobs_and_then_leaves_them_alone(submitted: Submitted) -> None:
     assert submitted.said_meanwhile[-1].startswith("Slurm has runs of this study: run the notebook again")
     assert submitted.said_afterwards[-1].endswith("0 of 4 runs submitted now")
 

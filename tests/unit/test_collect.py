@@ -16,11 +16,11 @@ from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.experiment import Experiment
-from moelab.runs.collect import collect, collect_run, joined_rows, newest
+from moelab.runs.collect import collect, collect_run, newest
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
-from moelab.runs.table import COLUMNS
+from moelab.runs.table import COLUMNS, joined_rows
 
 LOGS = Path(__file__).parents[1] / "cases" / "logs"
 EXPERIMENT = Experiment(name="s", steps=5, precision="mxfp8", seed=2)

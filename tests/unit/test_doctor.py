@@ -153,19 +153,6 @@ def test_versions(monkeypatch: pytest.MonkeyPatch, package: str, fitting: list[s
         assert bool(one.remedy) is not one.ok
 
 
-def test_this_machine_as_text_and_as_json() -> None:
-    found = examine()
-    text = found.as_text()
-    assert text.startswith("This machine\n  ")
-    assert "\nArms of a study (nano model)\n" in text
-    for one in found.findings:
-        assert f"{one.name}: {one.found}" in text
-        assert one.ok or one.remedy
-    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    assert [arm["runs"] for arm in data["arms"]] == [not arm.reason for arm in found.arms]
-    assert data["environment"]["hosts"] == 1
-
-
 def test_the_environment_names_no_host_and_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
     import getpass
     import socket

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_in import step_text, titan_line
 
 from moelab.errors import BadInput
 from moelab.runs import failure
@@ -81,11 +82,8 @@ def summary(
 
 
 def steps(*numbers: int, rank: int = 0) -> str:
-    return "".join(
-        f"[rank{rank}]:[titan] 2026-03-01 10:00:{n % 60:02d},100 - root - INFO - step: {n:2d}  loss:  {9 - n / 100:.5f}  "
-        "grad_norm:  1.0000  memory: 60.00GiB(33.00%)  tps: 9,000  tflops: 280.00  mfu: 12.00%\n"
-        for n in numbers
-    )
+    lines = (step_text(number, 9 - number / 100, memory_gib=60) for number in numbers)
+    return "".join(titan_line(number, line, f"[rank{rank}]:") for number, line in zip(numbers, lines, strict=True))
 
 
 def left(folder: Path, files: dict[str, str]) -> Path:

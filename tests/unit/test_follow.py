@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_support import make_run
+from stand_in import step_text, titan_line
 
 from moelab.cli import main
 from moelab.experiment import Experiment
@@ -29,25 +29,22 @@ from moelab.runs.log import read_log
 from moelab.runs.status import State, Status
 from moelab.runs.table import merge_segments
 
-MIDNIGHT = datetime(2026, 9, 14)
 RANKS = 4
 
 
 def line(rank: int, seconds: float, text: str) -> str:
-    moment = MIDNIGHT + timedelta(seconds=seconds)
-    return f"[rank{rank}]:[titan] {moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03} - root - INFO - {text}\n"
+    return titan_line(seconds, text, f"[rank{rank}]:")
 
 
-def step_line(rank: int, seconds: float, step: int, loss: float = 7.0, memory: float = 10.0) -> str:
-    numbers = f"memory: {memory:5.2f}GiB({memory / 2:.2f}%)  tps: 4,000  tflops: 900.00  mfu: N/A"
-    return line(rank, seconds, f"step: {step:2}  loss: {loss:8.5f}  grad_norm:  1.1000  {numbers}")
+def step_line(rank: int, seconds: float, step: int, loss: float = 7.0) -> str:
+    return line(rank, seconds, step_text(step, loss, tps=4000, memory_gib=10))
 
 
-def launch(start_s: float, steps: Sequence[int], *, ranks: int = RANKS, step_s: float = 2.0) -> str:
+def launch(start_s: float, steps: Sequence[int]) -> str:
     """What all ranks print in one launch; rank r needs r ms more than rank 0 for each step."""
-    text = "".join(line(rank, start_s, f"Training starts at step {steps[0]}") for rank in range(ranks))
+    text = "".join(line(rank, start_s, f"Training starts at step {steps[0]}") for rank in range(RANKS))
     for number, step in enumerate(steps, start=1):
-        ends = (start_s + number * (step_s + rank / 1000) for rank in range(ranks))
+        ends = (start_s + number * (2 + rank / 1000) for rank in range(RANKS))
         text += "".join(step_line(rank, end, step, loss=8 - step / 100) for rank, end in enumerate(ends))
     return text
 

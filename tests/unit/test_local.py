@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -391,7 +392,7 @@ def test_a_disk_that_is_full_before_the_ranks_start(runs: Path, monkeypatch: pyt
 
 def test_a_disk_that_fills_while_ranks_train(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([2**40] * 12)
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(free, 0)}))
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free, 0)))
     run = launch_one(runs, "hang")
     assert run.status.state is State.FAILED
     assert (run.status.reason or "").startswith("no disk space: the file system of the runs has 0.0 MiB free")
@@ -399,7 +400,7 @@ def test_a_disk_that_fills_while_ranks_train(runs: Path, monkeypatch: pytest.Mon
 
 
 def test_a_disk_without_space_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(Refused, match="no disk space"):
         launch(runs, study_of())
     assert list(find(runs)) == []

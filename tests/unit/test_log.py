@@ -22,6 +22,9 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_in import START
+from stand_in import step_text as step
+from stand_in import titan_line as stamped
 
 from moelab.errors import BadInput
 from moelab.runs.collect import collect
@@ -31,20 +34,6 @@ from moelab.runs.log_text import NotALog
 from moelab.runs.table import COLUMNS
 
 CASES = Path(__file__).parents[1] / "cases" / "logs"
-MIDNIGHT = datetime(2026, 9, 14)
-
-
-def stamped(seconds: float, text: str, prefix: str = "[rank0]:") -> str:
-    moment = MIDNIGHT + timedelta(seconds=seconds)
-    return f"{prefix}[titan] {moment:%Y-%m-%d %H:%M:%S},{moment.microsecond // 1000:03} - root - INFO - {text}\n"
-
-
-def step(step: int, loss: float | str, tps: str = "4,000", memory: float = 10.0) -> str:
-    loss = loss if isinstance(loss, str) else f"{loss:8.5f}"
-    return (
-        f"step: {step:2}  loss: {loss}  grad_norm:  1.1000  memory: {memory:5.2f}GiB({memory / 2:.2f}%)  "
-        f"tps: {tps}  tflops: 900.00  mfu: N/A"
-    )
 
 
 def start(step: int | str) -> str:
@@ -87,7 +76,7 @@ def test_validation_lines() -> None:
     ]
     read = read_log(lines)
     assert len(read.rows) == 1
-    assert read.validation.values.tolist() == [[0, 20, 6.5, 9000, 12.5, MIDNIGHT.timestamp() + 5]]
+    assert read.validation.values.tolist() == [[0, 20, 6.5, 9000, 12.5, START.timestamp() + 5]]
 
 
 def test_damaged_text(tmp_path: Path) -> None:
@@ -170,17 +159,15 @@ STAMPS: dict[str, tuple[Callable[[datetime, str], str], str]] = {
 @pytest.mark.parametrize("kind", STAMPS)
 def test_time_stamps_and_what_else_stands_around_a_line(kind: str) -> None:
     around, zone = STAMPS[kind]
-    rows = read_log(
-        [around(MIDNIGHT + timedelta(seconds=5 * n), COLOURED.format(n, 8 - n / 10)) for n in (1, 2, 3)]
-    ).rows
+    rows = read_log([around(START + timedelta(seconds=5 * n), COLOURED.format(n, 8 - n / 10)) for n in (1, 2, 3)]).rows
     assert steps(rows) == [(0, 1, 7.9), (0, 2, 7.8), (0, 3, 7.7)]
     if zone == "no time":
         assert rows["time"].isna().all()
     else:
         assert rows["time"].diff()[1:].tolist() == pytest.approx([5, 5])
     if zone in ("local", "UTC"):
-        midnight = MIDNIGHT.replace(tzinfo=UTC) if zone == "UTC" else MIDNIGHT
-        assert rows["time"][0] == pytest.approx(midnight.timestamp() + 5 + (0 if kind == "rich" else 0.481), abs=1e-3)
+        start = START.replace(tzinfo=UTC) if zone == "UTC" else START
+        assert rows["time"][0] == pytest.approx(start.timestamp() + 5 + (0 if kind == "rich" else 0.481), abs=1e-3)
 
 
 def test_a_log_in_one_line_of_json() -> None:
@@ -194,7 +181,7 @@ def test_a_log_in_one_line_of_json() -> None:
 @pytest.mark.parametrize("width", [13, 31, 40, 60, 72, 80, 100, 132, 150])
 @pytest.mark.parametrize("short", [False, True])
 def test_wrapped_lines_at_any_width(width: int, short: bool) -> None:
-    lines = [stamped(n, step(n, 8 - n / 10, tps="13,770", memory=4.9)).rstrip() for n in range(1, 8)]
+    lines = [stamped(n, step(n, 8 - n / 10, tps=13_770, memory_gib=4.9)).rstrip() for n in range(1, 8)]
     lines = [line.partition("  tflops")[0] if short else line for line in lines]
     expected = read_log(lines).rows
     assert len(expected) == 7
@@ -293,7 +280,7 @@ def pipeline_job(rank: int, *, starts: bool) -> list[str]:
         for number in range((first + 9) // 10 * 10, last + 1, 10):
             loss = 9 - number / 100 + launched / 1e6 if rank else -8.0
             moment = launched + number + 0.1 * ((rank * 7 + number) % 5)
-            lines.append(stamped(moment, step(number, loss, tps=f"{4000 + rank:,}", memory=12 - rank + number / 10)))
+            lines.append(stamped(moment, step(number, loss, tps=4000 + rank, memory_gib=12 - rank + number / 10)))
     return lines
 
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -19,7 +20,7 @@ import yaml
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
-from moelab.runs import directory, files
+from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
@@ -279,20 +280,13 @@ def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
     assert (link.is_symlink(), target.read_text()) == (True, "y")
 
 
-@pytest.mark.parametrize("broken", ["fsync", "replace", "write"])
+@pytest.mark.parametrize(("module", "broken"), [(os, "fsync"), (os, "fdopen"), (Path, "replace")])
 def test_a_failure_keeps_the_old_file_and_leaves_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, broken: str
 ) -> None:
     file = tmp_path / "status.json"
     write_whole(file, "old")
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    if broken == "replace":
-        monkeypatch.setattr(Path, "replace", fail)
-    else:
-        monkeypatch.setattr(os, "fsync" if broken == "fsync" else "fdopen", fail)
+    monkeypatch.setattr(module, broken, Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         write_whole(file, "new")
     assert (file.read_text(), names(tmp_path)) == ("old", {"status.json"})
@@ -305,22 +299,19 @@ def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
 
 
-LOAD = f"""
-import importlib.util, os, sys, tempfile
+KILLED = """
+import os, sys, tempfile
 from pathlib import Path
-spec = importlib.util.spec_from_file_location("files", {files.__file__!r})
-files = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(files)
+from moelab.runs.files import write_whole
+{} = lambda *_, **__: os.kill(os.getpid(), 9)
+write_whole(Path(sys.argv[1]), "new")
 """
 
 
-@pytest.mark.parametrize("moment", ["mkstemp", "fdopen", "fsync", "chmod", "replace"])
+@pytest.mark.parametrize("moment", ["tempfile.mkstemp", "os.fdopen", "os.fsync", "Path.chmod", "Path.replace"])
 def test_a_kill_inside_of_a_write(tmp_path: Path, moment: str) -> None:
     file = tmp_path / "status.json"
     write_whole(file, "old")
-    kill = "lambda *a, **k: os.kill(os.getpid(), 9)"
-    target = {"mkstemp": "tempfile", "fdopen": "os", "fsync": "os", "chmod": "Path", "replace": "Path"}[moment]
-    script = f"{LOAD}\n{target}.{moment} = {kill}\nfiles.write_whole(Path(sys.argv[1]), 'new')"
-    done = subprocess.run([sys.executable, "-c", script, str(file)], check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED.format(moment), str(file)], check=False)
     assert done.returncode == -signal.SIGKILL
     assert file.read_text() == "old"

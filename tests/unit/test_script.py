@@ -135,8 +135,8 @@ def run_script(script: str, folder: Path, *, srun: str = "", meanwhile: Watcher 
     return Ran(process.returncode, errors, calls, variables, [path.name for path in work.iterdir()])
 
 
-def two_runs(folder: Path, second: str = "second") -> tuple[Path, Path]:
-    runs = folder / "runs" / "first", folder / "runs" / second
+def two_runs(folder: Path) -> tuple[Path, Path]:
+    runs = folder / "runs" / "first", folder / "runs" / "second"
     for run in runs:
         (run / "logs").mkdir(parents=True)
     return runs

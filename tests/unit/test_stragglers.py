@@ -48,7 +48,7 @@ def noisy(steps: int, ranks: int, seed: int) -> np.ndarray:
     return random.normal(1.0, 0.01, (steps, ranks)) * random.uniform(1.0, 2.0, (steps, 1))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(4, 64), st.integers(3, 20), st.integers(0, 2**32 - 1), st.data())
 def test_slow_ranks_are_named_and_no_other(ranks: int, steps: int, seed: int, data: st.DataObject) -> None:
     slow = data.draw(st.sets(st.integers(0, ranks - 1), max_size=(ranks - 1) // 3))

@@ -18,11 +18,11 @@ from moelab.experiment import Experiment
 from moelab.hardware import known_gpu
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
-from moelab.runs.collect import WARMUP_STEPS, Collected, joined_rows
+from moelab.runs.collect import WARMUP_STEPS, Collected
 from moelab.runs.files import finite_or_none
 from moelab.runs.settings import Settings
 from moelab.runs.status import State
-from moelab.runs.table import merge_segments, throughput_rows
+from moelab.runs.table import joined_rows, merge_segments, throughput_rows
 
 Array = NDArray[np.float64]
 

@@ -268,8 +268,7 @@ def first_match(path: Path, pattern: bytes) -> str | None:
 def version_tuple(version: str) -> tuple[int, ...]:
     """Numbers of a version, such as ``(2, 30, 7)`` of ``2.30.7+cuda13.3``.
 
-    Example:
-        >>> version_tuple("2.30.7+cuda13.3") >= (2, 30, 4)
-        True
+    >>> version_tuple("2.30.7+cuda13.3") >= (2, 30, 4)
+    True
     """
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))

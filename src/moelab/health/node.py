@@ -117,12 +117,7 @@ def read_gpus(machine: Machine) -> list[GpuState]:
 
 
 def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
-    """States from nvidia-smi's answers.
-
-    Args:
-        csv: columns :data:`FIELDS`.
-        remapped: columns :data:`REMAP_FIELDS`; GPUs without row remapping are not in it.
-    """
+    """States from nvidia-smi's answers: :data:`FIELDS`, and :data:`REMAP_FIELDS` of the GPUs that remap rows."""
     rows_of = {cells[0]: cells[1:] for cells in _rows(remapped, len(REMAP_FIELDS))}
     for index, bus_id, clock, temperature, errors, reasons in _rows(csv, len(FIELDS)):
         pending, failed = rows_of.get(bus_id, ("", ""))  # GPUs before Ampere have no row remapping

@@ -207,13 +207,9 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
 
 
 def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, deepep: bool) -> tuple[Finding, ...]:
-    """Judge the reports of nodes.
+    """Judge what :func:`moelab.health.node.report` said on nodes, with ``clock_offset_s`` where it was measured.
 
-    Args:
-        reports: from :func:`moelab.health.node.report`, with ``clock_offset_s`` where it was measured.
-        cluster: what its nodes should have.
-        nodes: how many should have reported.
-        deepep: whether a run needs DeepEP, so that findings about it count.
+    So many ``nodes`` should have reported; findings about DeepEP count where a run needs it.
     """
     missing = [fault("nodes", f"{len(reports)} of {nodes} answered")] if len(reports) < nodes else []
     if not reports:

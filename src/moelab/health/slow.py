@@ -44,9 +44,8 @@ def threshold_gb_s(gb_s: Mapping[Pair, float], floor_gb_s: float | None) -> floa
 def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
     """Explain the slow pairs by the bandwidth of every pair of nodes.
 
-    Example:
-        >>> blame({("a", "b"): 40.0, ("a", "c"): 12.0, ("b", "c"): 11.0}).nodes
-        ('c',)
+    >>> blame({("a", "b"): 40.0, ("a", "c"): 12.0, ("b", "c"): 11.0}).nodes
+    ('c',)
     """
     if not gb_s:
         return Blame()

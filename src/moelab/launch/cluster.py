@@ -169,9 +169,8 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterPro
     Raises:
         BadInput: naming the value, what is valid and what to do.
 
-    Example:
-        >>> read_cluster("nebius_soperator_b200").variables["NCCL_IB_HCA"]
-        'mlx5'
+    >>> read_cluster("nebius_soperator_b200").variables["NCCL_IB_HCA"]
+    'mlx5'
     """
     if name_or_path in bundled():
         path = FOLDER / f"{name_or_path}.yaml"

@@ -89,11 +89,7 @@ class Start:
 
 
 def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
-    """Run this node's ranks.
-
-    Args:
-        start: this one.
-        is_over: called several times a second; whether to end the ranks. By default, once SIGTERM has arrived.
+    """Run this node's ranks until they end or it is over: by default, once SIGTERM has arrived.
 
     Returns:
         The exit code of torchrun, or :data:`~moelab.launch.in_job.TERMINATED` if this function ended it.

@@ -62,13 +62,12 @@ class JobSpec:
 def render(spec: JobSpec) -> str:
     """The whole script.
 
-    Example:
-        >>> from moelab.launch.cluster import read_cluster
-        >>> run = Path("/runs/study/bf16_standard/seed0/20260914T031022Z-0a1b2c")
-        >>> spec = JobSpec(cluster=read_cluster("slurm_generic"), runs=(run,), name="study", comment="study", nodes=2,
-        ...                gpus_per_node=8)
-        >>> render(spec).splitlines()[:3]
-        ['#!/bin/bash', '#SBATCH --job-name=study', '#SBATCH --comment=study']
+    >>> from moelab.launch.cluster import read_cluster
+    >>> run = Path("/runs/study/bf16_standard/seed0/20260914T031022Z-0a1b2c")
+    >>> spec = JobSpec(cluster=read_cluster("slurm_generic"), runs=(run,), name="study", comment="study", nodes=2,
+    ...                gpus_per_node=8)
+    >>> render(spec).splitlines()[:3]
+    ['#!/bin/bash', '#SBATCH --job-name=study', '#SBATCH --comment=study']
     """
     # `finalize` quotes whatever the template inserts. A word of an #SBATCH line is safe, so quoting does not change it.
     environment = Environment(

@@ -383,9 +383,8 @@ STATES = {word: state for state, words in _WORDS.items() for word in words.split
 def state_of(job: SlurmJob) -> State:
     """The run's state by Slurm's word. Slurm does not know whether all steps were trained.
 
-    Example:
-        >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
-        <State.FAILED: 'failed'>
+    >>> state_of(SlurmJob(job_id="12", raw_id="12", state="NODE_FAIL"))
+    <State.FAILED: 'failed'>
     """
     return STATES.get(job.state, State.UNKNOWN)
 

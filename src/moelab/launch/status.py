@@ -236,11 +236,7 @@ def drain(nodes: Sequence[str], reason: str) -> None:
 
 
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
-    """Restart a running or waiting job on other nodes.
-
-    Args:
-        job_id: such as ``123`` or ``123_4``; its script must allow a requeue, as moelab's do.
-        nodes: to keep it away from.
+    """Restart a running or waiting job on other nodes; its script must allow a requeue, as moelab's do.
 
     Raises:
         BadInput: for an invalid node name.

@@ -314,12 +314,6 @@ def newest(collected: Iterable[Collected]) -> list[Collected]:
     return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
 
 
-def joined_rows(collected: Iterable[Collected]) -> pd.DataFrame:
-    """The metrics table of several runs."""
-    tables = [one.rows for one in collected if len(one.rows)]
-    return pd.concat(tables, ignore_index=True) if tables else metrics_table({"segment": [], "step": []})
-
-
 def save_results(run: RunDir, collected: Collected) -> None:
     """Write ``metrics.parquet`` and ``results.json``, each whole or not at all."""
     # The table first: results.json holds its digest, so after a kill between the two the old results are not used.

@@ -71,18 +71,18 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     """
     scans = [Scan(text) for text in texts]
     places = [place for scan in scans for place in scan.places]
-    said = [statement for scan in scans for statement in scan.statements()]
+    statements = [statement for scan in scans for statement in scan.statements()]
     if logs is not None:
-        said += _of_ranks(logs, ranks_per_node, places)
-    if not any(statement.is_end for statement in said):
+        statements += _of_ranks(logs, ranks_per_node, places)
+    if not any(statement.is_end for statement in statements):
         return None
-    if any(statement.kind in (Kind.TIMED_OUT, Kind.ABORTED, Kind.LOST_PEER) for statement in said):
+    if any(statement.kind in (Kind.TIMED_OUT, Kind.ABORTED, Kind.LOST_PEER) for statement in statements):
         dumps = traces or logs
         missing = not_entered(dumps) if dumps else ()
-        said += [Statement(kind=Kind.WAITED, rank=rank, message=words) for rank, words in missing]
+        statements += [Statement(kind=Kind.WAITED, rank=rank, message=words) for rank, words in missing]
     roots = {root for scan in scans for root in scan.roots}
     # `sorted` is stable: what is equal so far stays in the order in which it was written.
-    ranked = sorted(said, key=lambda one: (one.kind, not one.has_words, one.rank not in roots, one.time))
+    ranked = sorted(statements, key=lambda one: (one.kind, not one.has_words, one.rank not in roots, one.time))
     first = ranked[0]
     if first.message.startswith("killed by SIG"):  # the kernel or the rank may have said why
         about = (one for one in ranked if one.kind is first.kind and one.rank in (None, first.rank) and one != first)
@@ -141,8 +141,8 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
     # A traceback names the exception in full and has its frame; older versions of torch wrote the message alone.
     kind, _, words = message.partition("\n")[0].partition(": ")
     text = called if called.startswith(TRACEBACK) and (words or kind) in called else f"{TRACEBACK}:\n{message}"
-    told = list(Scan(text, is_exception=True).statements()) or [Statement(kind=kind_of(message), message=message)]
-    yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in told)
+    statements = list(Scan(text, is_exception=True).statements()) or [Statement(kind=kind_of(message), message=message)]
+    yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in statements)
 
 
 def tail(file: Path, size: int = LOG_TAIL_BYTES, *, start: int = 0) -> str:

@@ -30,7 +30,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, Segments, UnfinishedLine, scan
 from moelab.runs.log_text import BLOCK_BYTES
 from moelab.runs.status import State, Status
-from moelab.runs.table import MetricsRead, grad_norm_finding, merge_segments, metrics_read, metrics_table
+from moelab.runs.table import MetricsRead, grad_norm_finding, joined_rows, merge_segments, metrics_read, metrics_table
 
 FIND_INTERVAL_S: Final = 10.0
 """New run directories are looked for this often: a walk over a shared filesystem costs more than reading a log on."""
@@ -226,7 +226,7 @@ class RunFollower:
         else:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
             self.ranks, self.model = experiment.world_size, experiment.model_label
-        self.rows = metrics_table({"segment": [], "step": []})  # a step that was repeated after a restart once
+        self.rows = joined_rows([])  # a step that was repeated after a restart once
         self._segments, self._status = 0, run.status
         self._failure: str | None = None
         self.now = self._now()
@@ -298,8 +298,7 @@ class StudyFollower:
     @property
     def rows(self) -> pd.DataFrame:
         """Metrics table of all runs."""
-        tables = [one.rows for one in self.runs if len(one.rows)]
-        return pd.concat(tables, ignore_index=True) if tables else metrics_table({"segment": [], "step": []})
+        return joined_rows(self.runs)
 
     def poll(self) -> list[RunFollower]:
         """Read what is new; return the runs of which anything is."""
@@ -317,9 +316,8 @@ class StudyFollower:
             The reason why the scheduler could not find out, which is beyond the file's; else an empty text.
         """
         runs = [one.run for one in self.runs]
-        statuses = scheduler(runs)
-        told = (status.reason for run, status in zip(runs, statuses, strict=True) if status.reason != run.status.reason)
-        return next((reason for reason in told if reason), "")
+        pairs = zip(runs, scheduler(runs), strict=True)
+        return next((now.reason for run, now in pairs if now.reason and now.reason != run.status.reason), "")
 
 
 def _pace_s(rows: pd.DataFrame) -> float:

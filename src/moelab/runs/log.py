@@ -180,10 +180,9 @@ def read_log(
     Raises:
         NotALog: there is no such file, or no step line in it and ``allow_empty`` is False.
 
-    Example:
-        >>> line = "step: 10  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A"
-        >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
-        [[10.0, 7.2, 4000.0]]
+    >>> line = "step: 10  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A"
+    >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
+    [[10.0, 7.2, 4000.0]]
     """
     log = _Log(source, mend=mend)
     read = metrics_read(*log.segments.columns(), notes=log.notes)
@@ -195,9 +194,7 @@ def read_log(
 def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[MetricsRead]:
     """Read a log from elsewhere, which may hold several runs one after the other.
 
-    Args:
-        path: of the log.
-        settings: of each launch in it, in the order of the file, as far as they are known.
+    ``settings`` are those of each launch in it, in the order of the file, as far as they are known.
 
     Raises:
         NotALog: as :func:`read_log`.

@@ -222,8 +222,8 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
             stages[file.stem] = stage
     kernels = dict.fromkeys(str(stage.kernels) for stage in stages.values())
     if len(kernels) > 1:
-        told = ", ".join(f"{rank} {stage.kernels}" for rank, stage in stages.items())
-        damaged.append(f"{CONVERTED_FOLDER}: ranks disagree on the MXFP8 kernels ({told})")
+        by_rank = ", ".join(f"{rank} {stage.kernels}" for rank, stage in stages.items())
+        damaged.append(f"{CONVERTED_FOLDER}: ranks disagree on the MXFP8 kernels ({by_rank})")
     modules = [name for stage in stages.values() for name in stage.modules]
     return ({"kernels": " and ".join(kernels), "modules": modules} if modules else None), damaged
 

@@ -292,10 +292,7 @@ class _Stream:
 class Scan:
     """The statements in one text, which several ranks may have written.
 
-    Args:
-        text: its lines.
-        rank: who wrote it, where no line says otherwise.
-        is_exception: whether it is one exception and nothing else, such as error.json has.
+    ``rank`` wrote it, where no line says otherwise; ``is_exception``: it is one and nothing else, as in error.json.
     """
 
     def __init__(self, text: str, *, rank: int | None = None, is_exception: bool = False) -> None:
@@ -396,8 +393,8 @@ class Scan:
         """Whether the line belongs to a traceback or to the message of its exception."""
         if TRACEBACK in line:
             # A worker's traceback, or another rank's, is part of the message of the exception that reports it.
-            said = "\n".join(stream.text).rstrip()
-            is_nested = stream.is_linked or bool(said and (said.endswith(":") or _NESTED.search(line)))
+            message = "\n".join(stream.text).rstrip()
+            is_nested = stream.is_linked or bool(message and (message.endswith(":") or _NESTED.search(line)))
             self._close(stream)
             if not is_nested:
                 self._end_chain(stream)

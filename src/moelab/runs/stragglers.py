@@ -43,12 +43,10 @@ Name = TypeVar("Name")
 def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
     """Names whose value is far above the median, by the median absolute deviation; with the share above it.
 
-    Args:
-        values: a positive number for each name; of fewer than three none is an outlier.
+    Values are positive; of fewer than three none is an outlier.
 
-    Example:
-        >>> outliers({"a": 1.0, "b": 1.01, "c": 0.99, "d": 1.5})
-        {'d': 0.49}
+    >>> outliers({"a": 1.0, "b": 1.01, "c": 0.99, "d": 1.5})
+    {'d': 0.49}
     """
     numbers = np.array([value for value in values.values() if np.isfinite(value)])
     if len(numbers) < LEAST_RANKS:
@@ -62,9 +60,7 @@ def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
 def find_stragglers(own: pd.DataFrame) -> tuple[dict[int, float], list[str]]:
     """Ranks whose own time is above the others' in the median step, which single slow steps do not move.
 
-    Args:
-        own: as :func:`read_own_times` returns it, without any wait for other ranks. Step times do not qualify: see the
-            module's text.
+    ``own`` are times without any wait for other ranks. Step times do not qualify: see the module's text.
 
     Returns:
         The slow ranks with the median share by which they are slower, and the hosts all of whose ranks are slow.
@@ -77,12 +73,7 @@ def find_stragglers(own: pd.DataFrame) -> tuple[dict[int, float], list[str]]:
 
 
 def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -> dict[int, float]:
-    """Steps that took all ranks longer than the others, with the share by which they did.
-
-    Args:
-        steps: int64 of shape (S,).
-        step_time_s: float64 of shape (S, R), as :class:`moelab.runs.follow.RankTable` has them.
-    """
+    """Steps (S,) that took all ranks (S, R) longer than the others, with the share by which they did."""
     known = np.isfinite(step_time_s).any(axis=1)
     whole = np.nanmedian(step_time_s[known], axis=1)
     return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -170,12 +170,12 @@ def separate_runs(
             "Give the history of each run by itself"
         )
     known = settings if len(settings) == len(launches) else [{}] * len(launches)
-    told = dict(zip(launches, known, strict=True))
+    own = dict(zip(launches, known, strict=True))
     for number, losses in launches.items():
         earlier = [
             group
             for group in groups
-            if _is_restart(pd.concat([launches[one] for one in group]), losses, told[group[0]], told[number])
+            if _is_restart(pd.concat([launches[one] for one in group]), losses, own[group[0]], own[number])
         ]
         if earlier:
             # Of several runs that it could go on with, the one whose loss it starts from.
@@ -249,6 +249,17 @@ def metrics_table(
     return _table(columns, COLUMNS, {"run": run, "arm": arm, "seed": seed})
 
 
+class _HasRows(Protocol):
+    @property
+    def rows(self) -> pd.DataFrame: ...
+
+
+def joined_rows(runs: Iterable[_HasRows]) -> pd.DataFrame:
+    """The metrics table of several runs."""
+    tables = [one.rows for one in runs if len(one.rows)]
+    return pd.concat(tables, ignore_index=True) if tables else metrics_table({"segment": [], "step": []})
+
+
 def _table(
     columns: Mapping[str, Any], names: Sequence[str], missing: Mapping[str, str | int | None] | None = None
 ) -> pd.DataFrame:
@@ -294,14 +305,9 @@ def merge_segments(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def grouped(keys: Sequence[Any], then: Sequence[Any] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Bring rows into the order of their keys.
+    """The rows in the order of their keys, then of others; and where among them each new combination of keys starts.
 
-    Args:
-        keys: columns, the first counting most.
-        then: columns by which rows of the same keys are ordered.
-
-    Returns:
-        The rows in order, and where among them each new combination of keys starts.
+    Of the columns of each the first counts most.
 
     >>> grouped([np.array([7, 5, 7])])
     (array([1, 0, 2]), array([0, 1]))

@@ -1,0 +1,131 @@
+"""Every exercise says "not yet" as it is given, and "solved" with its answer; notebook 06's need a judged study."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from notebook_support import default_values, sources
+
+from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.doctor import examine
+from moelab.explain.against import packaged_steps
+from moelab.mxfp8.errors import GroupedGemm, compare_products, synthetic
+from moelab.notebooks import ProjectParameters, validated
+from moelab.projection.gemm_fit import fit_b200
+from moelab.projection.published import projected_two_by_two, published_parts
+from moelab.projection.routing import RoutingModel
+from moelab.study_report import judge_paths
+from moelab.sweep import by_gpus, by_network
+
+ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "00_start_here": {'mine = "bf16_standard"': ('mine = "mxfp8_standard"',)},
+    "01_quantise_to_mxfp8": {
+        "mine = 0.01": ("mine = 2.0**-10",),
+        "my_outlier_log2 = 10": ("my_outlier_log2 = 15",),
+        'my_method = "mxfp8"': ('my_method = "mxfp8_wgrad-bf16"',),
+    },
+    "02_find_grouped_gemm_break_even": {
+        "my_tokens = 256": ("my_tokens = 4096",),
+        'my_precision = 5.5, "mxfp8"': ('my_precision = 5.5, "mxfp8_wgrad_bf16"',),
+        "my_rows = 10_000": ("my_rows = 61_000",),
+    },
+    "03_route_tokens": {
+        "mine = 2 * math.comb(64, 6) / math.comb(64, 6)": ("mine = 2 * (1 - math.comb(32, 6) / math.comb(64, 6))",),
+        "my_limit = 4": ("my_limit = 2",),
+        "my_percent = 50.0": ("my_percent = 24.0",),
+    },
+    "04_dispatch_with_deepep": {
+        "my_gb_s = 120.0": ("my_gb_s = 80.0",),
+        "my_rows = 4000": ("my_rows = 11_000",),
+        "my_top_k = 8": ("my_top_k = 1",),
+    },
+    "05_plan_layout": {
+        'mine = {"pp": 8, "tp": 2, "ep": 32}': (
+            'mine = {"pp": 8, "tp": 2, "ep": 8}',
+            'mine = {"pp": 2, "tp": 2, "ep": 32}',
+        ),
+        "my_nodes, my_pp = 8, 2": ("my_nodes, my_pp = 16, 2", "my_nodes, my_pp = 8, 1"),
+        'my_schedule = "1F1B"': tuple(
+            f'my_schedule = "{one}"' for one in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        ),
+    },
+    "07_compare_throughput": {
+        "my_gain_percent = 9.0": ("my_gain_percent = 6.9",),
+        "my_missing_tps = 651.0": ("my_missing_tps = 695.7",),
+        "my_seeds = 1": ("my_seeds = 4",),
+    },
+    "08_project_to_cluster": {
+        "my_gain_percent = 45.0": ("my_gain_percent = 88.0",),
+        "my_standard, my_deepep = False, True": ("my_standard, my_deepep = True, False",),
+        "my_gpus = 256": ("my_gpus = 1024",),
+    },
+    "09_launch_and_watch_run": {
+        "my_signal_s = 300": ("my_signal_s = 1200",),
+        "my_global_rank, my_local_rank = 0, 0": ("my_global_rank, my_local_rank = 224, 0",),
+        "my_steps_after_limit = -1, -1": ("my_steps_after_limit = 7, 0",),
+    },
+    "10_report_study": {
+        "mine = True": ("mine = False",),
+        "my_seq_len = 2048": ("my_seq_len = 128",),
+        "my_difference_nats = 1.0": ("my_difference_nats = 0.0",),
+    },
+    "11_explain_step": {
+        "my_saved_ms = 57.7": ("my_saved_ms = 47.2",),
+        "my_gain_percent = 10.0": ("my_gain_percent = 2.3",),
+    },
+}
+
+
+def products() -> Any:
+    x, weight, grad = (synthetic("gaussian", shape) for shape in ((64, 64), (1, 64, 64), (64, 64)))
+    return compare_products([GroupedGemm(name="w1", x=x, weight=weight, grad=grad, offsets=torch.tensor([64]))])
+
+
+def of_projection() -> dict[str, Any]:
+    answers = published_parts(projected_two_by_two())
+    experiment = validated(ProjectParameters, default_values("08_project_to_cluster")).to_experiment()
+    return {
+        "parts": {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()},
+        "points": by_network(experiment, "B200", (50.0, 100.0)),
+        "sizes": by_gpus(experiment, (64, 128, 256, 512, 1024)),
+    }
+
+
+MADE_BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
+    "00_start_here": lambda: {"arms": {arm.name: arm for arm in examine().arms}},
+    "01_quantise_to_mxfp8": lambda: {"products": products()},
+    "02_find_grouped_gemm_break_even": lambda: {"b200": fit_b200()},
+    "03_route_tokens": lambda: {"forced": RoutingModel(kind="round_robin")},
+    "08_project_to_cluster": of_projection,
+    "10_report_study": lambda: {"pair": judge_paths(EXAMPLE_LOGS)},
+    "11_explain_step": lambda: {"steps": {name: step for name, (step, _) in packaged_steps().items()}},
+}
+"""What a notebook's other cells make that its exercises take, beside what they import."""
+
+
+@functools.cache
+def namespace(name: str) -> dict[str, Any]:
+    made = MADE_BEFORE.get(name, dict)()
+    for node in (node for source in sources(name) for node in ast.parse(source).body):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            exec(ast.unparse(node), made)
+    return made
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_exercise_knows_its_answers(name: str) -> None:
+    exercises = [source for source in sources(name) if "not yet" in source]
+    assert len(exercises) == len(ANSWERS[name])
+    for source, (given, answers) in zip(exercises, ANSWERS[name].items(), strict=True):
+        assert given in source
+        for answer in (*answers, given):  # as given last: a later exercise may take what this one made
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(source.replace(given, answer), namespace(name))
+            assert printed.getvalue().startswith("not yet" if answer == given else "solved"), answer
