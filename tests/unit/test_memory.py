@@ -18,14 +18,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import B200, GROUP_PADDING, H100, Gpu
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
-from moelab.memory import (
-    PARTS,
-    MemoryEstimate,
-    deepep_buffer_bytes,
-    estimate,
-    local_numel,
-    memory_constants,
-)
+from moelab.memory import PARTS, MemoryEstimate, deepep_buffer_bytes, estimate, local_numel, memory_constants
 from moelab.memory.activations import Work, saved
 from moelab.memory.peak import work_of
 from moelab.memory.sharding import chunk

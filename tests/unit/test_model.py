@@ -11,15 +11,7 @@ from torch import nn
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
-from moelab.model import (
-    SHAPES,
-    count_parameters,
-    flops_per_token,
-    gemms,
-    parameters,
-    shape_for,
-    shape_of,
-)
+from moelab.model import SHAPES, count_parameters, flops_per_token, gemms, parameters, shape_for, shape_of
 from moelab.titan.models import model_spec
 
 MODELS = sorted(SHAPES)

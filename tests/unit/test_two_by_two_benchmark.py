@@ -10,16 +10,7 @@ from typing import Any
 
 import pytest
 
-from moelab.analysis.two_by_two import (
-    CODE,
-    DEPTHS,
-    FUSED,
-    STOCK,
-    arm_results,
-    layer_gains,
-    layer_table,
-    result_table,
-)
+from moelab.analysis.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
 
 ROOT = Path(__file__).parents[2]
 BEST = "fp8_deepep_dispatch-fp8"
