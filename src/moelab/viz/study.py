@@ -372,7 +372,7 @@ def throughput_bars(
                 bgcolor=VEIL,
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
-    margin = 0.7 if len(arms) > 1 else 1.0
+    margin = 0.7 if len(arms) > 1 else 1.0  # a lone bar would fill the figure
     return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=margin)
 
 
