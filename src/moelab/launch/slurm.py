@@ -271,7 +271,7 @@ def parse_scontrol(text: str) -> Iterator[SlurmJob]:
                 state=_word(fields["JobState"]),
                 reason=_shown(fields.get("Reason", "").replace("_", " ")),
                 exit_code=_exit_code_of_text(fields.get("ExitCode", "")),
-                restarts=_number(fields.get("Restarts")) or 0,
+                restarts=_whole_number(fields.get("Restarts")) or 0,
                 comment=fields.get("Comment", ""),
             )
 
@@ -292,9 +292,9 @@ def parse_sacct(text: str) -> Iterator[SlurmJob]:
 
 def _of_json(job: Any) -> Iterator[SlurmJob]:
     """The tasks of a record; none if it has no job number."""
-    if not isinstance(job, dict) or (number := _number(job.get("job_id"))) is None:
+    if not isinstance(job, dict) or (number := _whole_number(job.get("job_id"))) is None:
         return
-    array, task = _number(job.get("array_job_id")), _number(job.get("array_task_id"))
+    array, task = _whole_number(job.get("array_job_id")), _whole_number(job.get("array_task_id"))
     tasks = str(task) if task is not None else str(job.get("array_task_string") or "")
     for job_id in _ids(str(number), str(array) if array else None, tasks):
         yield SlurmJob(
@@ -303,7 +303,7 @@ def _of_json(job: Any) -> Iterator[SlurmJob]:
             state=_state(job.get("job_state")),
             reason=_shown(str(job.get("state_description") or job.get("state_reason") or "")),
             exit_code=_exit_code(job.get("exit_code")),
-            restarts=_number(job.get("restart_cnt")) or 0,
+            restarts=_whole_number(job.get("restart_cnt")) or 0,
             comment=str(job.get("comment") or ""),
         )
 
@@ -323,7 +323,7 @@ def _word(state: str) -> str:
     return whole[0] if len(whole) == 1 else word
 
 
-def _number(value: Any) -> int | None:
+def _whole_number(value: Any) -> int | None:
     """A whole number, not negative, in any of Slurm's forms; None for anything else."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
@@ -335,14 +335,14 @@ def _number(value: Any) -> int | None:
 def _exit_code(value: Any) -> int | None:
     """From the raw status of ``wait`` (22.05) or an object of a return code and a signal."""
     if not isinstance(value, dict) or "return_code" not in value:
-        status = _number(value)
+        status = _whole_number(value)
         try:
             return None if status is None else os.waitstatus_to_exitcode(status & 0xFFFF)
         except ValueError:  # of a process that has only stopped
             return None
     signal = value.get("signal")
-    number = _number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
-    return -number if number else _number(value["return_code"])
+    number = _whole_number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
+    return -number if number else _whole_number(value["return_code"])
 
 
 def _exit_code_of_text(text: str) -> int | None:
