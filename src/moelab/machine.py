@@ -41,6 +41,7 @@ PACKAGES = (
 )
 ROOT = Path("/")
 INFINIBAND = "/sys/class/infiniband"
+COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")  # and whatever else a program has a terminal do
 COMMAND_TIMEOUT_S = 20
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries

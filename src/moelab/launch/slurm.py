@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moelab.errors import MoelabError, Refused
-from moelab.machine import end_with_parent
+from moelab.machine import COLOUR, end_with_parent
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
@@ -50,7 +50,6 @@ _SUBMITTED = (  # how sbatch, or a site's wrapper of it, prints a job's number; 
     re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
     re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
 )
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _HIDDEN = {"None", "(null)", "N/A", "Unknown", ""}
 ACCOUNTING_COLUMNS = "JobID,JobIDRaw,State,ExitCode"
 COMPLETION_COLUMNS = "JobID,State,ExitCode"
@@ -119,7 +118,7 @@ def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | No
     output, errors = _printed(("sbatch", "--parsable", str(script)), timeout_s)
     for text in (output, errors):  # some wrappers print the number on standard error
         for form in _SUBMITTED:
-            named = {(match["id"], match["cluster"] or None) for match in form.finditer(_ESCAPE.sub("", text))}
+            named = {(match["id"], match["cluster"] or None) for match in form.finditer(COLOUR.sub("", text))}
             if len(named) == 1:
                 return named.pop()
             if named:  # several numbers: none of them can be trusted
@@ -164,7 +163,7 @@ def _environment() -> dict[str, str]:
 
 def _words(text: str) -> str:
     """What a command printed, on one line, without the program's name on each."""
-    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in _ESCAPE.sub("", text).splitlines())
+    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in COLOUR.sub("", text).splitlines())
     return "; ".join(_line(line) for line in lines if line)[:500]
 
 
