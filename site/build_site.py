@@ -81,7 +81,7 @@ def executed(notebook: Path, output: Path) -> float:
     part = output.with_suffix(".part")
     with render.executed(notebook, git_commit()) as content:
         nbformat.write(content, part)
-    part.replace(output)
+    part.replace(output)  # ``--reuse`` takes what is there for whole
     return time.monotonic() - start
 
 

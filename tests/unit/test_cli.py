@@ -134,29 +134,12 @@ def test_a_run_prints_its_result_on_stdout_and_its_progress_on_stderr(call: Any,
     assert (done.code, done.json["trained"], done.err) == (0, 0, "")
 
 
-def test_set_reaches_the_run(call: Any, study: Path, tmp_path: Path) -> None:
-    stand_in.install()
-    arguments = ("--set", "steps=3", "--set", "arms=[{precision: bf16}]", "--set", "study=other")
-    assert call("run", study, "--runs", tmp_path / "runs", *arguments).code == 0
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["other"]
-    (run,) = call("collect", tmp_path / "runs", "--json").json["runs"]
-    assert [row["step"] for row in run["rows"]] == [1, 2, 3]
-
-
 def test_bad_input_is_2_and_a_refusal_is_3_and_neither_writes(call: Any, study: Path, tmp_path: Path) -> None:
     for arguments, code in ((("--set", "steps=0"), 2), (("--set", "arms=[{precision: fp8}]"), 3)):
         done = call("run", study, "--runs", tmp_path / "runs", "--json", *arguments)
         assert (done.code, done.out) == (code, "")
         assert done.err.startswith("moelab: ")
         assert list(tmp_path.iterdir()) == [study]
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(call: Any, study: Path, tmp_path: Path) -> None:
-    stand_in.install()
-    (tmp_path / "file").write_text("")
-    done = call("run", study, "--runs", tmp_path / "file" / "runs")
-    assert (done.code, done.out) == (1, "")
-    assert done.err == f"moelab: {tmp_path}/file/runs/s: Not a directory\n"
 
 
 def test_an_experiment_is_written_whole_or_not_at_all(call: Any, study: Path, tmp_path: Path) -> None:
@@ -235,29 +218,24 @@ def test_report(call: Any, tmp_path: Path) -> None:
 def test_a_study_over_any_field_from_its_plan_to_its_report(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "any.yaml"
     others = {
-        "compile: loss": "compile-loss",
         "activation_checkpoint: full": "activation-checkpoint-full",
         "mxfp8_kernels: emulated": "mxfp8-kernels-emulated",
-        "ep_kernels: emulated": "ep-kernels-emulated",
         "lr: 1e-05": "lr-1e-05",
-        "model: debug": "model-debug",
         "shape: {n_layers: 3}": "n-layers-3",
     }
     arms = "".join(f"- {{{fields}}}\n" for fields in ("", *others))
     file.write_text(f"study: s\nexperiment: {{steps: 5, hardware: cpu}}\nseeds: [0, 1, 2]\narms:\n{arms}")
     names = ["bf16_standard", *(f"bf16_standard_{name}" for name in others.values())]
     assert [plan["arm"] for plan in call("plan", file, "--json").json["plans"]] == names
-    call("plan", file, "--arm", names[5], "--write", tmp_path / "one.yaml")
-    assert (read_experiment(tmp_path / "one.yaml").arm, read_experiment(tmp_path / "one.yaml").lr) == (names[5], 1e-5)
+    call("plan", file, "--arm", names[3], "--write", tmp_path / "one.yaml")
+    assert (read_experiment(tmp_path / "one.yaml").arm, read_experiment(tmp_path / "one.yaml").lr) == (names[3], 1e-5)
     for experiment in read_study(file).experiments:
         run = make_run(tmp_path / "runs", experiment, [8.0, 7.0, 6.0, 5.0, 4.0 + 0.01 * experiment.seed])
         assert (run.path.parts[-3], run.arm) == (experiment.arm, experiment.arm)
     report = call("report", tmp_path / "runs" / "s", "--json").json
     assert sorted(verdict["arm"] for verdict in report["verdicts"]) == sorted(names[1:])
-    sentences = {verdict["arm"]: verdict["sentence"] for verdict in report["verdicts"]}
-    assert "standard all-to-all (compile loss)" in sentences["bf16_standard_compile-loss"]
     done = call("run", file, "--runs", tmp_path / "runs", "--json")
-    assert (done.code, done.json["trained"], len(done.json["runs"])) == (0, 0, 24)
+    assert (done.code, done.json["trained"], len(done.json["runs"])) == (0, 0, 15)
 
 
 def test_one_bad_record_hides_no_good_one(call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

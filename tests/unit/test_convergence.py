@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 from statsmodels.stats.weightstats import ttost_paired
 
+from moelab.analysis import verdict as verdicts
 from moelab.analysis.convergence import compare_convergence, final_losses
 from moelab.analysis.equivalence import (
     Margin,
@@ -19,7 +20,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.analysis.verdict import Answer, Doubtful, correct_for_arms, judge
+from moelab.analysis.verdict import Answer, ArmSeeds, Doubtful, Verdict, correct_for_arms
 from moelab.errors import BadInput
 
 ALPHA = 0.05
@@ -209,7 +210,12 @@ def test_the_range_of_seeds_is_that_of_the_spreads_that_could_be_true():
 # --- the verdict -----------------------------------------------------------------------------------------------------
 
 REFERENCE = {0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}
-NAMES = {"arm": "mxfp8_standard", "reference": "bf16_standard"}
+
+
+def judge(losses, others, *, arm_diverged=None, arm_lost=None, reference_lost=None, **options: Any) -> Verdict:
+    ours = ArmSeeds.of(losses, arm_diverged or {}, arm_lost or {})
+    theirs = ArmSeeds.of(others, {}, reference_lost or {})
+    return verdicts.judge(ours, theirs, **{"arm": "mxfp8_standard", "reference": "bf16_standard"} | options)
 
 
 def shifted(*shifts: float) -> dict[int, float]:
@@ -217,7 +223,7 @@ def shifted(*shifts: float) -> dict[int, float]:
 
 
 def test_equivalent_is_stated_with_its_numbers():
-    verdict = judge(shifted(0.003, 0.005, -0.001, 0.004), REFERENCE, **NAMES)
+    verdict = judge(shifted(0.003, 0.005, -0.001, 0.004), REFERENCE)
     assert verdict.answer is Answer.EQUIVALENT
     assert verdict.mean_difference_nats == pytest.approx(0.00275)
     assert -verdict.margin_nats < verdict.interval.low < verdict.interval.high < verdict.margin_nats
@@ -229,18 +235,18 @@ def test_equivalent_is_stated_with_its_numbers():
 
 
 def test_unpaired_reference_seeds_count_for_the_spread_only():
-    verdict = judge(shifted(0.003, 0.005, 0.001), REFERENCE, **NAMES)
+    verdict = judge(shifted(0.003, 0.005, 0.001), REFERENCE)
     assert verdict.seeds == (0, 1, 2)
     assert verdict.reference_sd == pytest.approx(trimmed_sd(list(REFERENCE.values()))[0])
 
 
 def test_seeds_that_scatter_widely_do_not_hide_a_worse_arm():
     reference = dict(enumerate(3.6 + 0.16 * np.random.default_rng(0).normal(size=8)))
-    verdict = judge({seed: loss + 0.1 for seed, loss in reference.items()}, reference, **NAMES)
+    verdict = judge({seed: loss + 0.1 for seed, loss in reference.items()}, reference)
     assert verdict.answer is Answer.DIFFERENT
     assert verdict.margin_nats == pytest.approx(0.01 * np.mean(list(reference.values())))
     assert "its cap" in verdict.margin_source
-    wider = judge({seed: loss + 0.1 for seed, loss in reference.items()}, reference, margin_cap_nats=0.5, **NAMES)
+    wider = judge({seed: loss + 0.1 for seed, loss in reference.items()}, reference, margin_cap_nats=0.5)
     assert 0.1 < wider.margin_nats < 0.5
     assert wider.answer is Answer.EQUIVALENT
 
@@ -248,13 +254,13 @@ def test_seeds_that_scatter_widely_do_not_hide_a_worse_arm():
 def test_an_outlying_reference_seed_is_named_and_decides_nothing_until_it_is_dropped():
     reference = {0: 3.60, 1: 3.62, 2: 3.64, 3: 3.65, 4: 8.0}
     arm = {seed: loss + 1.0 for seed, loss in reference.items()}
-    verdict = judge(arm, reference, **NAMES)
+    verdict = judge(arm, reference)
     assert verdict.answer is Answer.INSUFFICIENT
     assert verdict.outlying_seeds == (4,)
     assert verdict.margin_nats < verdict.margin_cap_nats == pytest.approx(0.01 * 3.6275)
     assert verdict.sentence().startswith("Insufficient data: seed 4 of the reference BF16 lies apart")
     assert "--drop-seed 4" in verdict.sentence()
-    dropped = judge(arm, reference, dropped_seeds=[4, 9], **NAMES)  # 9 may be a seed of another arm
+    dropped = judge(arm, reference, dropped_seeds=[4, 9])  # 9 may be a seed of another arm
     assert (dropped.answer, dropped.seeds) == (Answer.DIFFERENT, (0, 1, 2, 3))
     assert "Dropped from all arms as requested: seed 4." in dropped.sentence()
 
@@ -268,13 +274,13 @@ def nearly(losses, *, nan=()):
 
 @pytest.mark.parametrize("failed", [(4,), (0, 2, 3, 5, 7), tuple(range(8))])
 def test_a_seed_that_diverged_in_the_arm_alone_makes_it_different(failed):
-    verdict = judge(nearly(EIGHT, nan=failed), EIGHT, **NAMES)
+    verdict = judge(nearly(EIGHT, nan=failed), EIGHT)
     assert verdict.answer is Answer.DIFFERENT
     assert verdict.arm_diverged == failed
     assert verdict.sentence().startswith(f"Different: {len(failed)} of 8 seeds diverged in MXFP8 and not in BF16 (seed")
     stopped = dict.fromkeys(failed, "stopped: loss is nan at step 41")
     finished = {seed: loss for seed, loss in nearly(EIGHT).items() if seed not in failed}
-    assert judge(finished, EIGHT, arm_diverged=stopped, **NAMES).answer is Answer.DIFFERENT
+    assert judge(finished, EIGHT, arm_diverged=stopped).answer is Answer.DIFFERENT
 
 
 SAME = dict.fromkeys(range(4), 3.6)
@@ -371,14 +377,14 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
 @pytest.mark.parametrize("case", ANSWERS)
 def test_answers(case):
     arm, reference, options, answer, words = ANSWERS[case]
-    verdict = judge(arm, reference, **options, **NAMES)
+    verdict = judge(arm, reference, **options)
     assert verdict.answer is answer
     assert re.search(words, verdict.sentence())
     assert bool(verdict.settled_by) == (answer is OPEN and not verdict.decided_by)
 
 
 def test_differences_of_zero_are_no_evidence_of_one():
-    given = judge(SAME, SAME, margin_nats=0.01, **NAMES)
+    given = judge(SAME, SAME, margin_nats=0.01)
     assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
 
 
@@ -386,14 +392,14 @@ def test_differences_of_zero_are_no_evidence_of_one():
 def test_arms_that_have_not_learnt_are_not_judged(end):
     reference = {seed: end + 0.02 * (seed % 3) for seed in range(5)}
     arm = {seed: loss + 0.001 for seed, loss in reference.items()}
-    assert judge(arm, reference, **NAMES).answer is Answer.EQUIVALENT
-    verdict = judge(arm, reference, untrained_nats=math.log(2048), **NAMES)
+    assert judge(arm, reference).answer is Answer.EQUIVALENT
+    verdict = judge(arm, reference, untrained_nats=math.log(2048))
     assert verdict.answer is Answer.NOT_TRAINED
     assert "an untrained model has 7.62" in verdict.sentence()
-    failed = judge(arm, reference, untrained_nats=7.62, arm_diverged={9: "loss is nan at step 3"}, **NAMES)
+    failed = judge(arm, reference, untrained_nats=7.62, arm_diverged={9: "loss is nan at step 3"})
     assert failed.decided_by.startswith("1 of 6 seeds diverged in MXFP8")
     assert failed.findings[0].startswith("MXFP8 has not learnt")
-    learnt = judge(arm, {seed: loss - 4.0 for seed, loss in reference.items()}, untrained_nats=7.62, **NAMES)
+    learnt = judge(arm, {seed: loss - 4.0 for seed, loss in reference.items()}, untrained_nats=7.62)
     assert learnt.answer is Answer.NOT_TRAINED
     assert "MXFP8 has not learnt" in learnt.sentence()
     assert "BF16 has not learnt" not in learnt.sentence()
@@ -404,7 +410,7 @@ def test_arms_that_have_not_learnt_are_not_judged(end):
     [((0.0168, 0.03, 0.04), 0), ((0.016, 0.024, 0.04), 3), ((0.016, 0.026, 0.04), 1), ((0.03, 0.04), 0)],
 )
 def test_the_correction_is_holms(p_values, stand):
-    one = judge(shifted(0.2, 0.21, 0.2, 0.21), REFERENCE, arm="arm", reference="bf16_standard", margin_nats=0.05)
+    one = judge(shifted(0.2, 0.21, 0.2, 0.21), REFERENCE, arm="arm", margin_nats=0.05)
     diverged = replace(one, arm="diverged", beyond_p=math.nan, arm_diverged=(3,))  # no p value stands behind it
     for sided, level in ((1, 0.90), (2, 0.95)):  # of a margin that is given, and of a derived one: half of it
         interval = replace(one.interval, level=level)
@@ -433,7 +439,7 @@ def study() -> pd.DataFrame:
 def test_final_loss_is_the_mean_of_the_last_tenth():
     final = final_losses(study())
     assert (final.first_step, final.last_step) == (73, 80)
-    assert final.of("bf16_standard") == pytest.approx(REFERENCE)
+    assert final.seeds["bf16_standard"].losses == pytest.approx(REFERENCE)
 
 
 def test_runs_without_a_final_loss_are_left_out_and_named():
@@ -460,10 +466,10 @@ def test_a_final_loss_that_is_not_finite_is_a_divergence():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=0.0), "margin_nats"),
-        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=math.nan), "margin_nats"),
-        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_cap_nats=0.0), "margin_cap_nats"),
-        (lambda: judge(REFERENCE, REFERENCE, **NAMES, margin_nats=0.5, margin_cap_nats=0.02), "leave one of them out"),
+        (lambda: judge(REFERENCE, REFERENCE, margin_nats=0.0), "margin_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, margin_nats=math.nan), "margin_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, margin_cap_nats=0.0), "margin_cap_nats"),
+        (lambda: judge(REFERENCE, REFERENCE, margin_nats=0.5, margin_cap_nats=0.02), "leave one of them out"),
         (lambda: compare_convergence(final_losses(study()), reference="fp8"), "are bf16_standard, mxfp8_standard"),
         (lambda: compare_convergence(final_losses(study()), reference="bf16_standard", arms=["fp8"]), "fp8"),
         (lambda: final_losses(study().assign(loss=math.nan)), "no loss"),

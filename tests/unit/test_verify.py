@@ -106,11 +106,16 @@ def test_a_rank_outside_of_the_world_is_bad_input(ranks: list[int]) -> None:
 
 @pytest.mark.usefixtures("loaded_child")
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"tp": 3}, "Invalid parallel dims"), ({"seq_len": 65, "tp": 2}, "seq_len 65 does not divide")]
+    ("fields", "told"),
+    [
+        ({"tp": 3}, "Invalid parallel dims"),
+        ({"pp": 9}, "TorchTitan does not build this experiment"),  # more stages than ranks
+        ({"seq_len": 65, "tp": 2}, "seq_len 65 does not divide"),
+    ],
 )
-def test_what_torchtitan_refuses_is_refused_in_its_words(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(Refused, match=said):
-        verify(Experiment(**{**NANO, **fields}), [0])
+def test_what_torchtitan_refuses_is_refused_in_its_words(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(Refused, match=told):
+        verify(Experiment(**{**NANO, **fields}))
 
 
 def test_a_child_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

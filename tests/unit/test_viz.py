@@ -13,9 +13,9 @@ import pytest
 from figure_support import title, unpacked
 
 import moelab.viz
-from moelab.analysis.convergence import compare_convergence, final_losses
+from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
 from moelab.analysis.throughput import arm_throughput, gain
-from moelab.analysis.verdict import Verdict
+from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
 from moelab.viz import (
@@ -145,9 +145,9 @@ def test_the_last_point_of_the_difference_is_the_verdict():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    losses = {(arm, seed): 3.6 + 0.01 * seed for arm in PAIR for seed in range(3)}
+    held_out = FinalLosses(seeds={arm: ArmSeeds.of({seed: 3.6 + 0.01 * seed for seed in range(3)}) for arm in PAIR})
     with pytest.raises(BadInput, match="held-out"):
-        loss_difference(study(), compare_convergence(losses, reference="bf16_standard")[0])
+        loss_difference(study(), compare_convergence(held_out, reference="bf16_standard")[0])
     with pytest.raises(BadInput, match="rows without seed"):
         loss_curves(study().assign(seed=pd.NA))
 

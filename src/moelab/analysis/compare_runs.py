@@ -24,10 +24,10 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.convergence import ArmSeed, FinalLosses, compare_convergence, final_losses, first_final_step
+from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses, first_final_step
 from moelab.analysis.curves import arm_curves
 from moelab.analysis.side import Side
-from moelab.analysis.verdict import Verdict
+from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.experiment import Experiment
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
@@ -112,7 +112,7 @@ class Difference:
 
 
 def judge_sides(
-    losses: FinalLosses | Mapping[ArmSeed, float],
+    final: FinalLosses,
     sides: Sequence[Side],
     *,
     name: Callable[[Side], str],
@@ -121,27 +121,27 @@ def judge_sides(
     """Judge sides against the first, and say in what else they differ.
 
     Args:
-        losses: final losses of the runs that finished, or the held-out loss by name and seed.
+        final: losses of the runs that finished.
         sides: those to judge, behind the one that they are held against.
-        name: of a side in ``losses``.
-        **options: of :func:`~moelab.analysis.convergence.compare_convergence`; seeds in ``diverged`` and ``lost`` come
-            beside those of the sides.
+        name: of a side in ``final``.
+        **options: of :func:`~moelab.analysis.convergence.compare_convergence`.
     """
     first, *others = sides
-    own = {
-        "diverged": {(name(side), seed): why for side in sides for seed, why in side.diverged_seeds.items()},
-        "lost": {(name(side), seed): why for side in sides for seed, why in side.lost_seeds.items()},
-    }
+    seeds = {}
+    for side in sides:
+        known = final.seeds.get(name(side), ArmSeeds.of())
+        diverged, lost = {**side.diverged_seeds, **known.diverged}, {**side.lost_seeds, **known.lost}
+        seeds[name(side)] = ArmSeeds.of(known.losses, diverged, lost)
     # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
     model = first.experiment
     verdicts = compare_convergence(
-        losses,
+        replace(final, seeds=seeds),
         reference=name(first),
         arms=[name(side) for side in others],
         # Rows of the embedding that no token uses are never predicted, after a few steps.
         untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps if model is not None else 0,
-        **{**options, **{key: seeds | options.get(key, {}) for key, seeds in own.items()}},
+        **options,
     )
     return [
         replace(verdict, findings=(*verdict.findings, *caveats(side, first)))

@@ -8,33 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import require_names
-from moelab.analysis.verdict import Verdict, correct_for_arms, judge
+from moelab.analysis.verdict import ArmSeeds, Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
-
-ArmSeed = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinalLosses:
-    """Final loss of every finished run: mean over steps ``first_step`` to ``last_step``, nats per token."""
+    """Final losses, each a mean over steps ``first_step`` to ``last_step``, or the loss of held-out text."""
 
-    by_run: dict[ArmSeed, float]
-    diverged: dict[ArmSeed, str]  # runs whose loss was not finite there, and where
-    lost: dict[ArmSeed, str]  # runs without a final loss for another reason
-    first_step: int
-    last_step: int
-
-    def of(self, arm: str) -> dict[int, float]:
-        """Final losses of one arm by seed."""
-        return {seed: loss for (name, seed), loss in self.by_run.items() if name == arm}
+    seeds: Mapping[str, ArmSeeds]  # by arm
+    first_step: int = 0  # both are 0 where the losses are of held-out text
+    last_step: int = 0
 
 
 def first_final_step(last_step: int, final_fraction: float) -> int:
@@ -77,40 +68,32 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     of_run = window.groupby("run", sort=False)
     seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
     first_not_finite = window[~np.isfinite(window["loss"])].groupby("run", sort=False)["step"].first().to_dict()
-    by_run: dict[ArmSeed, float] = {}
-    diverged: dict[ArmSeed, str] = {}
-    lost: dict[ArmSeed, str] = {}
-    for arm, seed, run, end in runs.itertuples(index=False, name=None):
-        key, missing = (str(arm), int(seed)), expected - seen.get(run, 0)
-        if run in first_not_finite:
-            diverged[key] = f"loss is not finite at step {first_not_finite[run]}"
-        elif end < last_step:
-            lost[key] = f"ended at step {end} of {last_step}"
-        elif missing > 0:  # of a run that is in two sides each step is there twice
-            lost[key] = f"{missing} of {expected} final steps are not in the log"
-        else:
-            by_run[key] = float(means[run])
-    return FinalLosses(by_run=by_run, diverged=diverged, lost=lost, first_step=first_step, last_step=last_step)
+    seeds: dict[str, ArmSeeds] = {}
+    for arm, of_arm in runs.groupby("arm"):
+        losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
+        for seed, run, end in of_arm[["seed", "run", "step"]].itertuples(index=False, name=None):
+            missing = expected - seen.get(run, 0)
+            if run in first_not_finite:
+                diverged[seed] = f"loss is not finite at step {first_not_finite[run]}"
+            elif end < last_step:
+                lost[seed] = f"ended at step {end} of {last_step}"
+            elif missing > 0:  # of a run that is in two sides each step is there twice
+                lost[seed] = f"{missing} of {expected} final steps are not in the log"
+            else:
+                losses[seed] = means[run]
+        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost)
+    return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step)
 
 
 def compare_convergence(
-    losses: FinalLosses | Mapping[ArmSeed, float],
-    *,
-    reference: str,
-    arms: Sequence[str] | None = None,
-    diverged: Mapping[ArmSeed, str] = MappingProxyType({}),
-    lost: Mapping[ArmSeed, str] = MappingProxyType({}),
-    **options: Any,
+    final: FinalLosses, *, reference: str, arms: Sequence[str] | None = None, **options: Any
 ) -> list[Verdict]:
-    """Judge arms against a reference on their final training losses, or on the loss of held-out text.
+    """Judge arms against a reference on their final losses.
 
     Args:
-        losses: Final losses of a table's runs; or the held-out loss by (arm, seed), nats per token, of which one that
-            is not finite is a divergence.
+        final: Losses of the arms.
         reference: Arm to compare with, usually ``bf16_standard``.
-        arms: Arms to judge; None takes every other arm of ``losses``, ``diverged`` and ``lost``.
-        diverged: Seeds that failed numerically, by (arm, seed), each with the reason.
-        lost: Seeds without a result for another reason.
+        arms: Arms to judge; None takes every other arm.
         **options: of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
@@ -119,34 +102,16 @@ def compare_convergence(
     Raises:
         BadInput: An arm has no loss, or an option is out of range.
     """
-    quantity = "held-out loss"
-    by_seed = losses.by_run if isinstance(losses, FinalLosses) else losses
-    if isinstance(losses, FinalLosses):
-        diverged, lost = {**losses.diverged, **diverged}, {**losses.lost, **lost}
-        first, last = options["steps"] = losses.first_step, losses.last_step
+    first, last = final.first_step, final.last_step
+    if last:
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
-    known = sorted({arm for arm, _ in (*by_seed, *diverged, *lost)})
-    chosen = [arm for arm in known if arm != reference] if arms is None else list(arms)
-    for arm in (reference, *chosen):
-        if arm not in known:
-            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(known)}")
-
-    def of(seeds: Mapping[ArmSeed, Any], name: str) -> dict[int, Any]:
-        return {seed: value for (arm, seed), value in seeds.items() if arm == name}
-
-    verdicts = [
-        judge(
-            of(by_seed, arm),
-            of(by_seed, reference),
-            arm=arm,
-            reference=reference,
-            quantity=quantity,
-            arm_diverged=of(diverged, arm),
-            reference_diverged=of(diverged, reference),
-            arm_lost=of(lost, arm),
-            reference_lost=of(lost, reference),
-            **options,
-        )
-        for arm in chosen
-    ]
-    return correct_for_arms(verdicts)
+        options |= {"quantity": quantity, "steps": (first, last)}
+    options = {"quantity": "held-out loss", **options}
+    others = [arm for arm in final.seeds if arm != reference] if arms is None else arms
+    for arm in (reference, *others):
+        if arm not in final.seeds:
+            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(final.seeds)}")
+    theirs = final.seeds[reference]
+    return correct_for_arms(
+        [judge(final.seeds[arm], theirs, arm=arm, reference=reference, **options) for arm in others]
+    )

@@ -277,11 +277,9 @@ def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
 
 def _stock_of(results: Iterable[ArmResult]) -> dict[str, ArmResult]:
     """The faster stock arm under each checkpointing."""
-    by_checkpointing: dict[str, list[ArmResult]] = {}
-    for one in results:
-        if one.arm in STOCK:
-            by_checkpointing.setdefault(one.activation_checkpoint, []).append(one)
-    return {kind: _fastest(arms) for kind, arms in by_checkpointing.items()}
+    stock = [one for one in results if one.arm in STOCK]
+    kinds = dict.fromkeys(one.activation_checkpoint for one in stock)
+    return {kind: _fastest(one for one in stock if one.activation_checkpoint == kind) for kind in kinds}
 
 
 def _fastest(results: Iterable[ArmResult]) -> ArmResult:

@@ -68,13 +68,18 @@ class ArmSeeds:
     lost: Mapping[int, str]
 
     @classmethod
-    def of(cls, losses: Mapping[int, float], diverged: Mapping[int, str], lost: Mapping[int, str]) -> ArmSeeds:
-        """Each seed once: a finished run of it counts, whatever became of another attempt, and then a divergence."""
+    def of(
+        cls,
+        losses: Mapping[int, float] = MappingProxyType({}),
+        diverged: Mapping[int, str] = MappingProxyType({}),
+        lost: Mapping[int, str] = MappingProxyType({}),
+    ) -> ArmSeeds:
+        """Each seed once: a finite loss counts, whatever became of another attempt, and then a divergence."""
         # A table's numbers are numpy's, which JSON does not know.
         finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
         failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
-        failed |= {seed: reason for seed, reason in diverged.items() if seed not in finite}
-        gone = {seed: reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
+        failed |= {int(seed): reason for seed, reason in diverged.items() if seed not in finite}
+        gone = {int(seed): reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
         return cls(losses=finite, diverged=failed, lost=gone)
 
     @property
@@ -190,16 +195,12 @@ class Verdict:
 
 
 def judge(
-    arm_losses: Mapping[int, float],
-    reference_losses: Mapping[int, float],
+    ours: ArmSeeds,
+    theirs: ArmSeeds,
     *,
     arm: str,
     reference: str,
     quantity: str = "final loss",
-    arm_diverged: Mapping[int, str] = MappingProxyType({}),
-    reference_diverged: Mapping[int, str] = MappingProxyType({}),
-    arm_lost: Mapping[int, str] = MappingProxyType({}),
-    reference_lost: Mapping[int, str] = MappingProxyType({}),
     dropped_seeds: Collection[int] = (),
     untrained_nats: float | None = None,
     lr_warmup_steps: int = 0,
@@ -209,15 +210,11 @@ def judge(
     """Judge one arm against the reference from one loss a seed.
 
     Args:
-        arm_losses: Loss of the arm by seed, nats per token; one that is not finite is a divergence.
-        reference_losses: Loss of the reference by seed. Seeds without a partner still count for the spread.
+        ours: What became of the arm's seeds.
+        theirs: Of the reference's. Seeds without a partner still count for the spread.
         arm: Name of the arm.
         reference: Name of the reference arm.
         quantity: What the losses are, for the sentence.
-        arm_diverged: Seeds of the arm that failed numerically, each with the reason.
-        reference_diverged: Those of the reference.
-        arm_lost: Seeds of the arm without a result for another reason.
-        reference_lost: Those of the reference.
         dropped_seeds: Left out of both arms because a person says so. A divergence cannot be dropped.
         untrained_nats: Loss of a model that knows nothing, ln(vocabulary); None does not ask whether arms have learnt.
         lr_warmup_steps: Steps over which the learning rate rises.
@@ -232,13 +229,11 @@ def judge(
         BadInput: An option is out of range.
 
     Example:
-        >>> reference = {0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61}
-        >>> arm = {0: 3.603, 1: 3.645, 2: 3.571, 3: 3.614}
+        >>> reference = ArmSeeds.of({0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61})
+        >>> arm = ArmSeeds.of({0: 3.603, 1: 3.645, 2: 3.571, 3: 3.614})
         >>> str(judge(arm, reference, arm="mxfp8_standard", reference="bf16_standard").answer)
         'equivalent'
     """
-    ours = ArmSeeds.of(arm_losses, arm_diverged, arm_lost)
-    theirs = ArmSeeds.of(reference_losses, reference_diverged, reference_lost)
     dropped = tuple(sorted((ours.known | theirs.known) & {*dropped_seeds}))  # others are of another arm
     kept, base = ours.without(dropped), theirs.without(dropped)
     # Also of seeds without a partner: they are as much of the reference as the others.

@@ -479,7 +479,7 @@ def time_group(
     for layer, sent_PP, columns in layers:
         for operation in layer.arm.operations:
             by_rank = world.everywhere(times[layer.arm.name, operation])
-            # An operation has ended when it has on the slowest rank, in each turn another one.
+            # An operation takes as long as on its slowest rank, which is another one in each turn.
             whole_us = [max(turn) for turn in zip(*(whole for whole, _ in by_rank), strict=True)]
             turns = zip(*(parts for _, parts in by_rank), strict=True)
             slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]

@@ -57,7 +57,12 @@ def execute(
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillException, PapermillExecutionError
 
-    require_parameters(notebook, parameters)
+    known = parameter_names(notebook)
+    for name in parameters:
+        if name not in known:  # papermill would only warn
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
+            raise BadInput(f"{notebook.name} has no parameter {name!r}; {hint}")
     output.parent.mkdir(parents=True, exist_ok=True)
     try:
         ran = papermill.execute_notebook(
@@ -86,20 +91,6 @@ def execute(
     if END_MARKER not in "".join(output.get("text", "") for cell in code[-1:] for output in cell.outputs):
         raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")
     return output
-
-
-def require_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
-    """Check that a notebook has a parameters cell and that it knows every parameter.
-
-    Raises:
-        BadInput: naming the nearest parameter for one that is unknown.
-    """
-    known = parameter_names(notebook)
-    for name in parameters:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
-            raise BadInput(f"{notebook.name} has no parameter {name!r}; {hint}")
 
 
 def parameter_names(notebook: Path) -> list[str]:

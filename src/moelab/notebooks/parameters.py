@@ -1,7 +1,7 @@
 """Parameters of the notebooks: what each takes, and the check of what a person gave.
 
 papermill injects whatever it is given: an unknown parameter only warns, and ``"false"`` is a true string. The cell
-after a notebook's parameters cell checks them against its schema.
+after a notebook's parameters cell checks them against its schema. What each means is said beside it in that cell.
 
 A parameter that has the name of an experiment's field is that field: its values and bounds are those of
 :class:`~moelab.experiment.Experiment`, unless the notebook takes fewer. ``ranks`` are its ``gpus_per_node``.
@@ -36,26 +36,19 @@ _JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
 Parameters = TypeVar("Parameters", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, le=4095, description="which token is drawn")]
-Tokens = Annotated[int, Field(ge=1, le=1_000_000, description="of each rank")]
+Token = Annotated[int, Field(ge=0, le=4095)]
+Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
 _SHARED: dict[str, Any] = {
-    "study": str,
-    "runs_dir": str,
-    "hardware": Annotated[str, Field(description="name of a hardware profile, or path of a YAML file of your own")],
-    "submit": Annotated[bool, Field(description="give the study to Slurm")],
-    "cluster": Annotated[
-        str, Field(description="name of a cluster profile, or a path of one; local starts the ranks here")
-    ],
-    "ranks": Annotated[int, Field(ge=1, description="ranks on each node")],
+    "hardware": str,
+    "submit": bool,
+    "ranks": Count,
     "seeds": Annotated[int, Field(ge=1, le=100)],
     "final_fraction": Annotated[float, Field(gt=0, le=1)],
-    "margin_nats": Annotated[
-        float, Field(ge=0, allow_inf_nan=False, description="0 takes the margin from the seeds' spread")
-    ],
-    "search_limit": Annotated[int, Field(ge=1, le=50, description="layouts that the search lists")],
+    "margin_nats": Annotated[float, Field(ge=0, allow_inf_nan=False)],
+    "search_limit": Annotated[int, Field(ge=1, le=50)],
 }
-"""Parameters of several notebooks that are no fields of an experiment."""
+"""Parameters of several notebooks that are no fields of an experiment, or take what an experiment does not."""
 
 
 class NotebookParameters(BaseModel):
@@ -90,7 +83,7 @@ def _takes(names: str, **own: Any) -> Callable[[type[Schema]], type[Schema]]:
 
     Args:
         names: in the order of the notebook's parameters cell.
-        own: types of those that are not as in an experiment or in other notebooks.
+        own: types of those that are not as in an experiment or in other notebooks, nor a text.
     """
 
     def with_fields(schema: type[Schema]) -> type[Schema]:
@@ -104,13 +97,16 @@ def _takes(names: str, **own: Any) -> Callable[[type[Schema]], type[Schema]]:
 
 
 def _type_in_experiment(name: str) -> Any:
+    """The type of an experiment's field; of what is none, a text."""
+    if name not in Experiment.model_fields:
+        return str
     field = Experiment.model_fields[name]
-    return Annotated[field.annotation, *field.metadata, Field(description=field.description)]
+    return Annotated[field.annotation, Field(), *field.metadata]  # some have no metadata, which Annotated must have
 
 
 @_takes(
     "study runs_dir ranks steps",
-    ranks=Annotated[int, Field(ge=0, description="0: two, or one where there is one GPU")],
+    ranks=Annotated[int, Field(ge=0)],  # 0: two, or one where there is one GPU
     steps=Annotated[int, Field(ge=2)],
 )
 class StartParameters(NotebookParameters):
@@ -127,8 +123,7 @@ class StartParameters(NotebookParameters):
 @_takes(
     "capture_run study runs_dir model ranks ep steps seq_len local_batch activation_checkpoint hardware layer "
     "outlier_log2",
-    capture_run=Annotated[str, Field(description="run directory with captures; empty: a short training makes them")],
-    layer=Annotated[int, Field(ge=0, description="which of the captured layers: 0 is the first")],
+    layer=Annotated[int, Field(ge=0)],
     outlier_log2=Annotated[int, Field(ge=0, le=20)],
 )
 class QuantiseParameters(NotebookParameters):
@@ -143,14 +138,10 @@ class QuantiseParameters(NotebookParameters):
 @_takes(
     "experiment result precision shapes model tokens tp ep aspect",
     experiment=Literal["replay", "run"],
-    result=Annotated[
-        str, Field(description="file that is written by a run and read by a replay; empty: the stored one")
-    ],
     precision=Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"],
-    shapes=Annotated[str, Field(description="M,N,K,G separated by semicolons; empty: all of the experiment's own")],
-    model=Annotated[str, Field(description="16B, 671B, a published model such as Qwen3-30B-A3B, or a config.json")],
-    tokens=Annotated[int, Field(ge=1, description="of one micro-batch on a data-parallel rank")],
-    aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False, description="K / N of the map's weights")],
+    model=str,
+    tokens=Count,
+    aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)],
 )
 class GroupedGemmParameters(NotebookParameters):
     """Parameters of ``02_find_grouped_gemm_break_even``."""
@@ -163,12 +154,9 @@ class GroupedGemmParameters(NotebookParameters):
     top_k=Count,
     ranks_per_node=Count,
     routing=Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed", "measured"],
-    groups=Annotated[int, Field(ge=1, description="groups of experts, where routing is limited to some of them")],
-    limited_groups=Annotated[int, Field(ge=1, description="groups that a token may use")],
-    skew=Annotated[float, Field(ge=0, le=5, allow_inf_nan=False, description="exponent of the popularity of experts")],
-    load=Annotated[
-        str, Field(description="run whose router loaded its experts so, or its expert_load.parquet; empty: none")
-    ],
+    groups=Count,
+    limited_groups=Count,
+    skew=Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)],
     tokens=Tokens,
     hidden=Count,
     hardware=NodeProfile,
@@ -229,8 +217,6 @@ class RouteParameters(NotebookParameters):
     sender=Annotated[int, Field(ge=0)],
     token=Token,
     measure=bool,
-    output=str,
-    size=Annotated[str, Field(description="which size of the packaged measurement; empty takes its first")],
 )
 class DispatchParameters(NotebookParameters):
     """Parameters of ``04_dispatch_with_deepep``."""
@@ -250,9 +236,9 @@ class DispatchParameters(NotebookParameters):
 @_takes(
     "model shape hardware nodes gpus_per_node pp pp_schedule dp_replicate dp_shard cp tp ep seq_len local_batch "
     "microbatch precision ep_backend activation_checkpoint compile routing rank search_limit",
-    model=Annotated[str, Field(description="of moelab, a published one by name, or the path of a config.json")],
-    shape=Annotated[str, Field(description="dimensions that differ, such as 'dim: 4096, n_layers: 48'; empty: none")],
-    rank=Annotated[int, Field(ge=0, description="global rank whose groups are drawn")],
+    model=str,
+    shape=str,
+    rank=Annotated[int, Field(ge=0)],
 )
 class PlanParameters(NotebookParameters):
     """Parameters of ``05_plan_layout``."""
@@ -274,7 +260,6 @@ class PlanParameters(NotebookParameters):
 @_takes(
     "study runs_dir submit cluster model arms quantize wgrad ep_backend nodes ranks ep seeds steps warmup_steps lr "
     "seq_len local_batch activation_checkpoint compile routing dataset hardware final_fraction margin_nats on_failure",
-    arms=Annotated[str, Field(description="precisions, the reference first, such as bf16,mxfp8")],
     on_failure=Literal["continue", "stop"],
 )
 class ConvergenceParameters(NotebookParameters):
@@ -304,13 +289,9 @@ class ConvergenceParameters(NotebookParameters):
 @_takes(
     "study runs_dir submit cluster model precision ep_kernels nodes ranks tp pp pp_schedule ep seeds steps "
     "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
-    precision=Annotated[
-        Literal["fp8", "mxfp8"],
-        BeforeValidator(_with_a_speed),
-        Field(description="of the experts in the quantised arms"),
-    ],
+    precision=Annotated[Literal["fp8", "mxfp8"], BeforeValidator(_with_a_speed)],
     ep=Annotated[int, Field(ge=2)],
-    steps=Annotated[int, Field(ge=5, description="the first three do not count")],
+    steps=Annotated[int, Field(ge=5)],  # the first three do not count
 )
 class ThroughputParameters(NotebookParameters):
     """Parameters of ``07_compare_throughput``."""
@@ -332,9 +313,7 @@ class ThroughputParameters(NotebookParameters):
     network_gb_s=Positive,
     price_per_gpu_hour=Positive,
     watts_per_gpu=Positive,
-    tokens_t=Annotated[Positive, Field(description="trillions of tokens of the whole training")],
-    grouped_gemm=Annotated[str, Field(description="file of your node's grouped GEMMs; empty: the packaged one")],
-    all_to_all=Annotated[str, Field(description="file of your node's all-to-all; empty: the packaged one")],
+    tokens_t=Positive,
     draws=Annotated[int, Field(ge=10, le=10_000)],
     most_gpus=Annotated[int, Field(ge=8, le=4096)],
 )
@@ -356,8 +335,7 @@ class ProjectParameters(NotebookParameters):
 @_takes(
     "study runs_dir runs submit cluster wait model precision ep_backend nodes ranks tp pp ep steps trace_step "
     "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
-    runs=Annotated[str, Field(description="existing folder of a run or study to watch; empty: this notebook's study")],
-    wait=Annotated[bool, Field(description="show progress until the runs have ended before the figures are drawn")],
+    wait=bool,
 )
 class LaunchParameters(NotebookParameters):
     """Parameters of ``09_launch_and_watch_run``."""
@@ -374,12 +352,7 @@ class LaunchParameters(NotebookParameters):
 
 @_takes(
     "paths reference final_fraction margin_nats with_paths output",
-    paths=Annotated[
-        str, Field(description="a study, or runs and logs to compare, with ; between; empty: the packaged logs")
-    ],
-    reference=str,
     with_paths=bool,
-    output=str,
 )
 class ReportParameters(NotebookParameters):
     """Parameters of ``10_report_study``."""
@@ -393,13 +366,11 @@ class ReportParameters(NotebookParameters):
 @_takes(
     "trace against rank profiler_step layer phase record study runs_dir model ranks trace_step seq_len local_batch "
     "compile hardware",
-    trace=Annotated[str, Field(description="a trace, a folder of traces, or a run; empty: the packaged steps")],
-    against=Annotated[str, Field(description="YAML of what ran; empty: the run's own record")],
-    rank=Annotated[int, Field(ge=-1, description="-1: the lowest that was traced")],
-    profiler_step=Annotated[int, Field(ge=-1, description="-1: all steps of the trace together")],
-    layer=Annotated[int, Field(ge=-1, description="-1: the whole step")],
+    rank=Annotated[int, Field(ge=-1)],
+    profiler_step=Annotated[int, Field(ge=-1)],
+    layer=Annotated[int, Field(ge=-1)],
     phase=Literal["forward", "recompute", "backward"],
-    record=Annotated[bool, Field(description="train here, and trace the last step")],
+    record=bool,
     trace_step=Annotated[int, Field(ge=2, le=1000)],
 )
 class ExplainParameters(NotebookParameters):

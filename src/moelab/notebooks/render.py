@@ -61,7 +61,7 @@ def parameters_file(notebook: Path) -> Path:
 def source_hash(notebook: Path) -> str:
     """What a copy was made from: the notebook and its parameters, as 16 hexadecimal digits of SHA-256."""
     digest = hashlib.sha256(notebook.read_bytes())
-    digest.update(b"\0" + parameters_file(notebook).read_bytes())
+    digest.update(b"\0" + parameters_file(notebook).read_bytes())  # so that no byte moves from one to the other unseen
     return digest.hexdigest()[:16]
 
 

@@ -292,7 +292,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
             _seed_name(run.seed),
             run.status.in_words(),
             run.last_step,
-            judged.final.by_run.get((run.arm, seed), math.nan) if run.finished else math.nan,
+            judged.final.seeds[run.arm].losses.get(seed, math.nan) if run.finished else math.nan,
             run.validation_loss,
             medians.get((run.arm, seed), math.nan),
             float(run.rows["memory_gib"].max()),

@@ -32,7 +32,7 @@ from moelab.analysis.compare_runs import (
 from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, over
-from moelab.analysis.verdict import Answer, Verdict, correct_for_arms, seeds_words
+from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms, seeds_words
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
@@ -130,25 +130,27 @@ class Report:
     @cached_property
     def held_out(self) -> list[Verdict]:
         """Convergence of every other arm, on the loss of text that no run trained on."""
-        losses: dict[tuple[str, int], float] = {}
-        diverged: dict[tuple[str, int], str] = {}
-        lost: dict[tuple[str, int], str] = {}
-        for run in self.finished:
-            key, loss = (run.arm, run.seed or 0), run.validation_loss
-            if math.isfinite(loss):
-                losses[key] = loss
-            # The log of a pipeline rank without the loss has no held-out loss either: that is no divergence.
-            elif len(run.validation) and run.rows["loss"].notna().any():
-                diverged[key] = f"the held-out loss is {loss}"
-            else:
-                lost[key] = "no held-out loss was logged"
-        # Arms that never validated are left out: they have nothing to hold against the others.
-        told = {arm for arm, _ in {**losses, **diverged}} | {side.arm for side in self.sides if side.diverged_seeds}
-        arms = [side for side in self.others if side.finished and side.arm in told]
-        if not losses or self.reference.arm not in told or not arms:
+        seeds: dict[str, ArmSeeds] = {}
+        for side in self.sides:
+            losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
+            for run in side.finished:
+                seed, loss = run.seed or 0, run.validation_loss
+                if math.isfinite(loss):
+                    losses[seed] = loss
+                # The log of a pipeline rank without the loss has no held-out loss either: that is no divergence.
+                elif len(run.validation) and run.rows["loss"].notna().any():
+                    diverged[seed] = f"the held-out loss is {loss}"
+                else:
+                    lost[seed] = "no held-out loss was logged"
+            # Arms that never validated are left out: they have nothing to hold against the others.
+            if losses or diverged or side.diverged_seeds:
+                seeds[side.arm] = ArmSeeds.of(losses, diverged, lost)
+        arms = [side for side in self.others if side.finished and side.arm in seeds]
+        if not any(one.losses for one in seeds.values()) or self.reference.arm not in seeds or not arms:
             return []
-        options = {"diverged": diverged, "lost": lost, **self._margins}
-        return judge_sides(losses, [self.reference, *arms], name=lambda side: side.arm, **options)
+        return judge_sides(
+            FinalLosses(seeds=seeds), [self.reference, *arms], name=lambda side: side.arm, **self._margins
+        )
 
     @cached_property
     def differences(self) -> list[Difference]:

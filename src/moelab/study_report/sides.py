@@ -8,7 +8,7 @@ many seeds, and the report says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -30,9 +30,9 @@ from moelab.runs.log import read_log
 from moelab.runs.settings import run_settings, settings_of, settings_of_all
 
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
+AS_MANY_SEEDS = "as many seeds as the newer runs, which are judged: give each set a study of its own"
 LABEL_CHARACTERS = 60
 VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (CSV, JSON, Parquet)"
-Seeds = dict[tuple[str, int], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +114,26 @@ def sides_of_study(
     collected = collect_runs(run for run in folder.runs if _study_of(run) == name)
     runs, not_judged = runs_to_judge(collected, reference=reference, study=planned)
     not_judged += [_not_judged_by_record(one) for one in folder.left_out if _study_of(one.run) == name]
-    seeds = None if planned is None else {(one.arm, one.seed) for one in planned.experiments}
-    diverged, lost = _without_loss(runs, not_judged, seeds)
-    places = {run.name: run for run in folder.runs}
+    places, reasons = {run.name: run for run in folder.runs}, {(one.arm, one.seed): one.reason for one in not_judged}
+    judged = {(run.arm, run.seed): run for run in runs}
+    arms = sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm))
+    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]  # its folders name its seed
+    any_seed = {seed for arm, seed in [*judged, *damaged] if arm in arms and seed is not None}
     sides = []
-    for arm in sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm)):
+    for arm in arms:
         attempted = tuple(run for run in runs if run.arm == arm)
+        # Without a plan, a seed that any arm has is one that all should have.
+        seeds = any_seed if planned is None else {one.seed for one in planned.experiments if one.arm == arm}
+        diverged: dict[int, str] = {}
+        lost: dict[int, str] = {}
+        for seed in sorted(seeds):
+            run = judged.get((arm, seed))
+            if run is None:
+                lost[seed] = reasons.get((arm, seed), "not run")
+            elif run.diverged and not run.finished:
+                diverged[seed] = run.diverged
+            elif not run.finished:
+                lost[seed] = end_of(run)
         sides.append(
             Side(
                 label=arm_label(arm),
@@ -128,8 +142,8 @@ def sides_of_study(
                 # One run stands for the arm: its seeds share all settings, and reading thousands of logs takes minutes.
                 settings=run_settings(places[attempted[-1].run], attempted[-1].environment),
                 experiment=attempted[-1].experiment,
-                diverged_seeds={seed: why for (of, seed), why in diverged.items() if of == arm},
-                lost_seeds={seed: why for (of, seed), why in lost.items() if of == arm},
+                diverged_seeds=diverged,
+                lost_seeds=lost,
             )
         )
     return sides, not_judged
@@ -152,25 +166,24 @@ def runs_to_judge(
     if study is None:
         chosen = _shared(groups, reference)
     else:
-        planned = {(one.arm, one.seed): one for one in study.experiments}
         chosen = {
             arm: [
-                group for group in own if any(one.arm == arm and not group.differences(one) for one in planned.values())
+                one for one in own if any(plan.arm == arm and not one.differences(plan) for plan in study.experiments)
             ]
             for arm, own in groups.items()
         }
     judged = newest(run for arm, kept in chosen.items() for group in kept for run in groups[arm][group])
     if study is not None:
+        planned = {(plan.arm, plan.seed) for plan in study.experiments}
         judged = [run for run in judged if (run.arm, run.seed) in planned]
     by_seed = {(run.arm, run.seed): run for run in judged}
-    kept = {run.run for run in judged}
     not_judged = []
     for arm, own in groups.items():
         for group, runs in own.items():
             for run in runs:
-                if run.run in kept:
-                    continue
                 same = by_seed.get((arm, run.seed))
+                if same is run:
+                    continue
                 if not chosen.get(arm):
                     reason = "its arm is not in the study"
                 elif group not in chosen[arm]:
@@ -179,9 +192,7 @@ def runs_to_judge(
                     # A tie went to the newer runs, which a person may not have meant.
                     rivals = [_ended_seeds(own[other]) for other in chosen[arm]]
                     if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
-                        reason += (
-                            " (as many seeds as the newer runs, which are judged: give each set a study of its own)"
-                        )
+                        reason += f" ({AS_MANY_SEEDS})"
                 elif same is None:
                     reason = f"seed {run.seed} of this arm is not in the study"
                 else:
@@ -233,34 +244,6 @@ def left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
         + f": {reason}"
         for (name, reason), own in seeds.items()
     ]
-
-
-def _without_loss(
-    judged: Sequence[Collected], not_judged: Sequence[NotJudged], planned: Collection[tuple[str, int]] | None
-) -> tuple[Seeds, Seeds]:
-    """Seeds of each arm that should have a loss and have none: those that diverged, and those lost otherwise.
-
-    Both map arm and seed to the reason. A seed should have a loss if the study has it or, where that is not known, if
-    any arm has a run of it.
-    """
-    runs = {(run.arm, run.seed): run for run in judged}
-    reasons = {(one.arm, one.seed): one.reason for one in not_judged}
-    damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]  # its folders name its seed
-    arms = {run.arm for run in judged}
-    seeds = {seed for arm, seed in [*runs, *damaged] if arm in arms and seed is not None}
-    # Without a plan, a seed that any arm has is one that all should have.
-    expected = {(arm, seed) for arm in arms for seed in seeds} if planned is None else planned
-    diverged: Seeds = {}
-    lost: Seeds = {}
-    for arm, seed in sorted(expected):
-        run = runs.get((arm, seed))
-        if run is None:
-            lost[arm, seed] = reasons.get((arm, seed), "not run")
-        elif run.diverged and not run.finished:
-            diverged[arm, seed] = run.diverged
-        elif not run.finished:
-            lost[arm, seed] = end_of(run)
-    return diverged, lost
 
 
 def _sides_from_elsewhere(path: Path) -> Iterator[Side]:

@@ -65,7 +65,7 @@ MINIMAL_ASYNC_EP = 8
 @functools.cache
 def named_arms() -> MappingProxyType[str, Experiment]:
     """All arms by the name that ``--config`` takes, illegal ones included."""
-    # Cached, so that nobody may change it.
+    # It is cached, so nobody may change it.
     return MappingProxyType({config_name(arm): arm for model in PUBLISHED for arm in _arms(model)})
 
 

@@ -119,6 +119,6 @@ class StoppableTrainer(Trainer):
 
 def _all_reduced(value: int, operation: dist.ReduceOp.RedOpType, device: torch.device) -> int:
     """Each rank's number, reduced over all ranks."""
-    number = torch.tensor(int(value), dtype=torch.int32, device=device)  # the ranks are counted with it
+    number = torch.tensor(int(value), dtype=torch.int32, device=device)  # wide enough to count ranks
     dist.all_reduce(number, operation)
     return int(number)

@@ -47,8 +47,8 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
     """
     started = time.monotonic()
     # The pipeline is TorchTitan's outermost axis.
-    firsts = range(0, experiment.world_size, experiment.world_size // experiment.pp)
-    chosen = list(firsts if ranks is None else ranks)
+    firsts = [stage * (experiment.world_size // experiment.pp) for stage in range(experiment.pp)]
+    chosen = firsts if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < experiment.world_size]:
         raise BadInput(f"rank {wrong[0]} does not exist here; valid ranks are 0 to {experiment.world_size - 1}")
     capability = gpu_of(experiment.hardware).capability or CAPABILITY

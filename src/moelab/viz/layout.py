@@ -72,7 +72,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         greens = sample_colorscale([LIGHT_GREEN, DARK_GREEN], [place / (layout.pp - 1) for place in range(layout.pp)])
         title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark)<br>{block} GPUs each"
         maps[title] = [greens[each // block] for each in everyone]
-    rows = -(-len(maps) // 2)
+    rows = -(-len(maps) // 2)  # two maps beside each other
     height_px = TITLE_PX + grid.height_px + SPACE_PX
     figure = new_figure(
         _reach(groups, rank, box),

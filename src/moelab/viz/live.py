@@ -263,7 +263,7 @@ class LiveView:
         self._asked_at = -math.inf
         self._to_cancel: RunFollower | None = None
         self._lock, self._ended, self._other = threading.Lock(), threading.Event(), threading.Event()
-        weakref.finalize(self, self._ended.set)
+        weakref.finalize(self, self._ended.set)  # the thread waits on it, and holds no view meanwhile
         self.figures: dict[str, go.Figure] = {}  # of `dashboard`; none before a browser shows the panel
         self._make_panel(interval_s)
         self.update()

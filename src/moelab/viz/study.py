@@ -28,7 +28,7 @@ from moelab.analysis.curves import (
 )
 from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
 from moelab.analysis.throughput import Gain, arm_throughput
-from moelab.analysis.verdict import Answer, Verdict, judge
+from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, judge
 from moelab.errors import BadInput
 from moelab.runs.expert_load import ExpertLoad
 from moelab.viz.draw import (
@@ -283,6 +283,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
 def verdict_examples() -> go.Figure:
     """The four answers on constructed losses of four seeds: what a verdict looks like before there is one."""
     reference = {0: 3.600, 1: 3.640, 2: 3.570, 3: 3.610}
+    theirs = ArmSeeds.of(reference)
     shifts = {
         "close, and every seed agrees": (0.003, -0.002, 0.004, -0.001),
         "close on average, but seeds disagree": (0.06, -0.055, 0.05, -0.045),
@@ -291,7 +292,7 @@ def verdict_examples() -> go.Figure:
     }
     arms: dict[str, Any] = {"arm": "mxfp8_standard", "reference": "bf16_standard"}
     judged = {
-        name: judge({seed: reference[seed] + shift for seed, shift in enumerate(own)}, reference, **arms)
+        name: judge(ArmSeeds.of({seed: reference[seed] + shift for seed, shift in enumerate(own)}), theirs, **arms)
         for name, own in shifts.items()
     }
     return verdict_intervals(
@@ -302,7 +303,7 @@ def verdict_examples() -> go.Figure:
 
 
 def _final_finding(final: FinalLosses) -> str:
-    ends = {arm: float(np.mean(list(final.of(arm).values()))) for arm in sorted({arm for arm, _ in final.by_run})}
+    ends = {arm: float(np.mean([*one.losses.values()])) for arm, one in final.seeds.items() if one.losses}
     if not ends:
         return "No run reached its last step with a finite loss"
     low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
@@ -371,7 +372,7 @@ def throughput_bars(
                 bgcolor=VEIL,
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
-    margin = 0.7 if len(arms) > 1 else 1.0
+    margin = 0.7 if len(arms) > 1 else 1.0  # a lone bar would fill the figure
     return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=margin)
 
 

@@ -172,6 +172,7 @@ class Explorer:
         for name, control in self.controls.items():
             self.reasons[name].layout.width = control.layout.width
             rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
+        # 300 px is the width of ipywidgets' own; the figures take all room that the controls leave.
         widest_px = max(int((control.layout.width or "300px")[:-2]) for control in self.controls.values())
         left = in_rows(rows)
         left.layout.flex, left.layout.align_content = f"1 0 {widest_px + 4}px", "flex-start"
