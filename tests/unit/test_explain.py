@@ -307,6 +307,18 @@ def test_what_the_host_does_long_after_a_wait_is_not_the_waits(tmp_path: Path) -
     assert found.gaps[0].where == "enumerate(DataLoader)#_It.__next__"
 
 
+def test_a_wait_explains_later_gaps_until_a_kernel_queues_again(tmp_path: Path) -> None:
+    events = [
+        *(launch(0, 1), kernel(GEMM, 10, 100, call=1), launch(20, 90, name="cudaStreamSynchronize", end=105)),
+        *(launch(110, 2), kernel(GEMM, 116, 130, call=2)),
+        *(launch(140, 3), kernel(GEMM, 146, 300, call=3)),  # a gap that began after the wait had ended
+        *(launch(147, 4), kernel(GEMM, 300, 310, call=4)),  # queued
+        *(launch(320, 5), kernel(GEMM, 326, 330, call=5)),
+    ]
+    causes_us = {cause: round(1e3 * ms) for cause, ms in explained(tmp_path, events).idle_by_cause_ms.items()}
+    assert causes_us == {"waiting for a synchronisation": 30, "host behind": 15, "between kernels": 3}
+
+
 def test_without_correlation_nothing_is_guessed(tmp_path: Path) -> None:
     found = explained(tmp_path, [kernel(GEMM, 0, 10), kernel(A2A, 20, 40), launch(0, 1)])
     assert found.idle_by_cause_ms == {"unknown": pytest.approx(0.01)}

@@ -277,9 +277,8 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     def part(name: str) -> Predict:
         return lambda calibration: step_parts_s(job, calibration)[name]
 
-    def in_stages(
-        part: str, *passes: str
-    ) -> Predict:  # of the stages alone: no bubble, and nothing that comes once a step
+    # Of the stages alone: no bubble, and nothing that comes once a step.
+    def in_stages(part: str, *passes: str) -> Predict:
         rows = [PASS_INDEX[name] for name in passes or PASS_INDEX]  # type: ignore[index]
         return lambda calibration: job.microbatches * float(
             sum(one[rows, INDEX[part]].sum() for one in stage_times(job, module_times(job, calibration)))
