@@ -85,9 +85,7 @@ class Examination:
 def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     """Look at hardware, packages and tools. Loads neither torch nor plotly.
 
-    Args:
-        hardware: profile, or file of one's own, that the network is compared with, such as ``b200_x256``.
-        smoke: start two ranks that send tokens to experts and back, which takes seconds to minutes.
+    The network is compared with the hardware's profile, or file of one's own. The smoke test takes seconds to minutes.
 
     Raises:
         BadInput: if there is no such profile.
