@@ -40,11 +40,7 @@ TRIED: Mapping[str, tuple[Any, ...]] = {
     "compile": ("none", "model+loss"),
 }
 """Settings beside the layout, with the values that are tried."""
-PLAIN: Mapping[str, Any] = {
-    "precision": Precision.BF16,
-    "ep_backend": EPBackend.STANDARD,
-    "dispatch_precision": "bf16",
-}
+PLAIN: Mapping[str, Any] = {"precision": Precision.BF16, "ep_backend": EPBackend.STANDARD, "dispatch_precision": "bf16"}
 """Neither technique."""
 QUICK_GPUS = 512
 """Up to so many a projection looks for a better layout by itself."""

@@ -114,15 +114,9 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """The layouts as one JSON object."""
-        return {
-            "candidates": [candidate.to_json() for candidate in self.candidates],
-            "nearest": [candidate.to_json() for candidate in self.nearest],
-            "examined": self.examined,
-            "legal": self.legal,
-            "too_large": self.too_large,
-            "left_out": self.left_out,
-            "order": list(ORDER),
-        }
+        layouts = {name: [one.to_json() for one in getattr(self, name)] for name in ("candidates", "nearest")}
+        counts = {name: getattr(self, name) for name in ("examined", "legal", "too_large", "left_out")}
+        return {**layouts, **counts, "order": list(ORDER)}
 
 
 def chosen_fields(experiment: Experiment) -> dict[str, Any]:
@@ -169,11 +163,7 @@ def search(
             break
     nearest = [] if fitting else sorted(too_large, key=lambda one: -(one.headroom_gib or 0.0))[:limit]
     return SearchResult(
-        candidates=tuple(fitting),
-        nearest=tuple(nearest),
-        examined=examined,
-        legal=len(legal),
-        too_large=len(too_large),
+        candidates=tuple(fitting), nearest=tuple(nearest), examined=examined, legal=len(legal), too_large=len(too_large)
     )
 
 

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 
 from moelab import experiment_file
 from moelab.errors import BadInput
-from moelab.experiment import (
-    MAX_ARM_CHARACTERS,
-    EPBackend,
-    Experiment,
-    OwnHardware,
-    Precision,
-    Routing,
-    ShapeChanges,
-)
+from moelab.experiment import MAX_ARM_CHARACTERS, EPBackend, Experiment, OwnHardware, Precision, Routing, ShapeChanges
 from moelab.experiment_file import (
     ADDED_FIELDS,
     END_KEY,

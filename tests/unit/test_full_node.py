@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import h100_full_node as driver
 import plotly.graph_objects as go
 import pytest
 from validation.full_node import ARMS, HARDWARE, STOCK, node_job, predictions
@@ -163,23 +162,12 @@ def test_scaling_draws_predictions_open_and_measurements_filled(tmp_path: Path) 
 # --- the driver ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def driver() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("h100_full_node", ROOT / "benchmarks" / "h100_full_node.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["h100_full_node"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def options(*, gpus: int = 8, eps: tuple[int, ...] | None = (8, 4, 2), dry: bool = False) -> Namespace:
     cluster = "nebius_soperator_b200"
     return Namespace(gpus=gpus, eps=eps, arms=ARMS, passes=2, steps=10, dry=dry, cluster=cluster)
 
 
-def test_a_further_call_asks_for_what_is_missing_alone(driver: ModuleType) -> None:
+def test_a_further_call_asks_for_what_is_missing_alone() -> None:
     step = next(step for step in driver.plan(options()) if step.kind == "train")
     done = [{"shape": SCALING, "arm": arm, "order": order} for arm in ARMS[:2] for order in range(2)]
     refused = [{"shape": SCALING, "arm": ARMS[2], "error": []}]
@@ -193,9 +181,7 @@ def test_a_further_call_asks_for_what_is_missing_alone(driver: ModuleType) -> No
     assert exchange.missing({"turns": turns, "rows": [late]}) == ("round_robin",)
 
 
-def test_parts_become_one_result_without_this_machines_places(
-    driver: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_become_one_result_without_this_machines_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "environment", lambda: {"gpus": [H200] * 8})
     rows = made_up()["rows"]
     for ep in EP_DEGREES:
@@ -219,7 +205,7 @@ def test_parts_become_one_result_without_this_machines_places(
     "output", ["benchmarks/results/dry.json", "src/moelab/data/measured/dry.json", "elsewhere/h200_full_node.json"]
 )
 def test_a_dry_run_takes_no_measurements_place(
-    driver: ModuleType, output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["h100_full_node.py", "--dry", "--output", str(ROOT / output)])
     with pytest.raises(SystemExit, match="2"):
@@ -232,7 +218,7 @@ def test_a_dry_run_takes_no_measurements_place(
     [(" M src/moelab/x.py", NOTHING, "commit first"), ("", Measurement(name=FULL_NODE, content={}), "is measured")],
 )
 def test_a_prediction_is_of_committed_code_and_older_than_the_measurement(
-    driver: ModuleType, changed: str, measured: Measurement, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    changed: str, measured: Measurement, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     output = tmp_path / "predicted.json"

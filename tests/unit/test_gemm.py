@@ -57,16 +57,10 @@ from moelab.projection.job import INDEX
 from moelab.projection.published import published_job
 
 TRUTH = with_values(
-    blackwell_grouped=1000 / 1.3 / 2250,
-    blackwell_bf16_alone=1.3,
-    blackwell_low=2500 / 4500,
-    blackwell_low_wgrad=2000 / 4500,
-    blackwell_low_in_step=1.1,
-    blackwell_cast=6 / 8,
-    blackwell_scales_us=50,
-    blackwell_scales_wgrad_us=200,
-    blackwell_scales_us_per_mrow=8000,
-)
+    blackwell_grouped=1000 / 1.3 / 2250, blackwell_bf16_alone=1.3, blackwell_low=2500 / 4500,
+    blackwell_low_wgrad=2000 / 4500, blackwell_low_in_step=1.1, blackwell_cast=6 / 8, blackwell_scales_us=50,
+    blackwell_scales_wgrad_us=200, blackwell_scales_us_per_mrow=8000,
+)  # fmt: skip
 RATES = rates_of(B200, TRUTH, alone=True)
 SIZES = {"m": st.integers(4096, 2**22), "n": st.integers(512, 16384), "k": st.integers(512, 16384)}
 GROUPS = st.integers(1, 64)

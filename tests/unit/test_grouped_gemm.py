@@ -24,9 +24,9 @@ from moelab.mxfp8.grouped_gemm import (
     NoKernels,
     Operands,
     components,
-    grouped_mm,
     interleaved,
     make_operands,
+    product_of,
     step,
     time_case,
     why_not,
@@ -167,7 +167,7 @@ def error(found: torch.Tensor, reference: torch.Tensor) -> float:
 def test_a_step_and_the_components_of_bf16_are_the_three_products() -> None:
     operands = make_operands(SMALL, CPU, block=8)
     a, b = (x.clone().requires_grad_() for x in (operands.a_MK, operands.b_GNK))
-    output = grouped_mm("bf16")(a, b, operands.offsets_G)
+    output = product_of("bf16")(a, b, operands.offsets_G)
     dgrad, wgrad = torch.autograd.grad(output, (a, b), operands.grad_MN)
     step_results = {"forward": output.detach(), "dgrad": dgrad, "wgrad": wgrad}
     alone = {part.direction: part for part in components(operands, "bf16")}
@@ -246,7 +246,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_components_are_the_kernels_that_torchao_calls(recorder: Recorder, precision: Any) -> None:
     operands = make_operands(SMALL, CPU, block=ROW_BLOCK[precision])
-    step(grouped_mm(precision), operands)(Marks(CPU))
+    step(product_of(precision), operands)(Marks(CPU))
     of_torchao, recorder.calls = recorder.calls, set()
     parts = list(components(operands, precision))
     for part in parts:
@@ -285,9 +285,9 @@ def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.Mon
         def fail(*_: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("no such kernel")
 
-        return fail if precision == "fp8" else grouped_mm("bf16")
+        return fail if precision == "fp8" else product_of("bf16")
 
-    monkeypatch.setattr(grouped_gemm, "grouped_mm", broken)
+    monkeypatch.setattr(grouped_gemm, "product_of", broken)
     monkeypatch.setattr(Marks, "parts_us", lambda _: {"forward": 0.001, "backward": 0.002})
     monkeypatch.setattr(Marks, "total_us", lambda _: 0.003)
     failures: dict[str, str] = {}

@@ -223,11 +223,7 @@ DISPATCH = {
     "BF16 experts": ({}, "mxfp8", "precision is bf16"),
     "other experts": ({"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "deepep"}, "fp8", "precision is mxfp8"),
     "standard, FP8": ({"precision": "fp8"}, "fp8", "those that send fp8: deepep"),
-    "HybridEP": (
-        {"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "hybridep"},
-        "mxfp8",
-        "those that send mxfp8: standard, deepep",
-    ),
+    "HybridEP": ({"precision": "mxfp8", "wgrad": "bf16", "ep_backend": "hybridep"}, "mxfp8", "mxfp8: standard, deepep"),
     "nobody to send to": ({"precision": "mxfp8", "wgrad": "bf16", "ep": 1}, "mxfp8", "(ep 1)"),
 }
 

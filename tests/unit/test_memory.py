@@ -18,14 +18,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import B200, GROUP_PADDING, H100, Gpu
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
-from moelab.memory import (
-    PARTS,
-    MemoryEstimate,
-    deepep_buffer_bytes,
-    estimate,
-    local_numel,
-    memory_constants,
-)
+from moelab.memory import PARTS, MemoryEstimate, deepep_buffer_bytes, estimate, local_numel, memory_constants
 from moelab.memory.activations import Work, saved
 from moelab.memory.peak import work_of
 from moelab.memory.sharding import chunk
@@ -42,22 +35,15 @@ EXACT: dict[str, tuple[dict[str, Any], list[int]]] = {
     "more expert-parallel and FSDP ranks than experts": ({"gpus_per_node": 8, "nodes": 4, "ep": 4}, [9]),
     "replicated": ({"gpus_per_node": 8, "ep": 2, "dp_replicate": 2}, [7]),
     "replicated, TP without EP": ({"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "tp": 2}, [3]),
-    "replicas and ranks of a shard, more than experts": (
-        {"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "shape": {"num_experts": 6}},
-        [0, 3],
-    ),
+    "more replicas and shards than experts": (
+        {"gpus_per_node": 8, "ep": 1, "dp_replicate": 2, "shape": {"num_experts": 6}}, [0, 3]),
     "CP, uneven rows": ({"gpus_per_node": 6, "ep": 1, "cp": 2}, [2, 5]),
-    "four stages a rank": (
-        {"model": "debug", "gpus_per_node": 4, "ep": 2, "pp": 2, "pp_schedule": "Interleaved1F1B"}
-        | {"pp_stages_per_rank": 4},
-        [0, 3],
-    ),
+    "four stages a rank": ({"model": "debug", "gpus_per_node": 4, "ep": 2, "pp": 2, "pp_schedule": "Interleaved1F1B",
+                            "pp_stages_per_rank": 4}, [0, 3]),
     "a V of stages": ({"model": "debug", "gpus_per_node": 4, "ep": 2, "pp": 2, "pp_schedule": "ZBVZeroBubble"}, [3]),
     "671B as published": (
-        {"model": "671B", "nodes": 32, "gpus_per_node": 8, "ep": 32, "pp": 2, "tp": 2, "local_batch": 64},
-        [255],
-    ),
-}
+        {"model": "671B", "nodes": 32, "gpus_per_node": 8, "ep": 32, "pp": 2, "tp": 2, "local_batch": 64}, [255]),
+}  # fmt: skip
 PUBLISHED = Experiment(
     model="671B", nodes=32, gpus_per_node=8, ep=32, pp=2, tp=2, pp_schedule="Interleaved1F1B", local_batch=64,
     seq_len=8192, activation_checkpoint="full", compile="model+loss", routing="round_robin",

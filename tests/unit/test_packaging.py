@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import re
@@ -31,7 +32,13 @@ from moelab.notebooks.shipped import FOLDERS, RECORD
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = PROJECT["project"]["optional-dependencies"]
+CORE, EXTRAS = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]
+
+
+def output(*command: str | Path, **where: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **where)
+    assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+    return done.stdout
 
 
 def pins(requirements: list[str]) -> dict[str, str]:
@@ -44,14 +51,14 @@ def test_environment_yml_has_the_pins_of_pyproject() -> None:
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     (pip,) = [one["pip"] for one in conda if isinstance(one, dict)]
     assert pip.pop() == "-e ."
-    assert pins(pip) == pins([*PROJECT["project"]["dependencies"], *EXTRAS["lab"], *EXTRAS["dev"]])
+    assert pins(pip) == pins([*CORE, *EXTRAS["lab"], *EXTRAS["dev"]])
     of_conda = [one for one in conda if isinstance(one, str) and one != "pip"]
     assert pins(of_conda) == {"python": PROJECT["project"]["requires-python"]}
     assert set(EXTRAS) == {"lab", "dev", "site"}  # nothing but `make site` needs what builds the site
 
 
 def test_the_doctor_looks_for_the_pinned_versions() -> None:
-    required = {one.name: one.specifier for one in map(Requirement, PROJECT["project"]["dependencies"])}
+    required = {one.name: one.specifier for one in map(Requirement, CORE)}
     for name, release in TESTED.items():
         assert required[name].contains(f"{release}.0" if release.count(".") == 1 else release)
         major, minor, *rest = (int(part) for part in release.split("."))
@@ -81,7 +88,7 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
     digest = r"    --hash=sha256:[0-9a-f]{64}"
     line = rf"#.*|([a-z0-9-]+==\S+( ; [^\\\n]+)?) \\(\n{digest} \\)*\n{digest}"
     assert re.fullmatch(rf"(({line})\n)+", text)  # and no address of an index
-    wanted = list(PROJECT["project"]["dependencies"])
+    wanted = list(CORE)
     for last, following in (("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "# site\n")):
         wanted += EXTRAS.get(last, [])
         part = re.split(rf"^{following}", text, flags=re.M)[0]
@@ -94,17 +101,13 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
 
 
 def test_every_pin_has_an_upper_bound() -> None:
-    for pin in map(
-        Requirement, [*PROJECT["project"]["dependencies"], *(pin for extra in EXTRAS.values() for pin in extra)]
-    ):
+    for pin in map(Requirement, itertools.chain(CORE, *EXTRAS.values())):
         assert {one.operator for one in pin.specifier} & {"<", "=="}, pin
 
 
 def build(source: Path, folder: Path, *what: str) -> Path:
     """The wheel of a source tree, made without asking an index."""
-    command = [sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", str(folder), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", folder, source)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -126,9 +129,7 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
         names = {name for name in content.namelist() if ".dist-info/" not in name}
         license_file = content.read(f"moelab-{moelab.__version__}.dist-info/licenses/LICENSE")
     assert license_file == (ROOT / "LICENSE").read_bytes()
-    kept = subprocess.run(
-        ["git", "ls-files", "src/moelab", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    kept = output("git", "ls-files", "src/moelab", *FOLDERS, cwd=ROOT).splitlines()
     assert names == {name.removeprefix("src/") if name.startswith("src/") else f"moelab/data/{name}" for name in kept}
     assert {"moelab/viz/templates/report.html.j2", "moelab/py.typed", "moelab/data/studies/nano.yaml"} <= names
 
@@ -155,9 +156,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel; it sees the other packages of this one, and no file of the clone."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, symlinks=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
-    done = subprocess.run([*pip, str(wheel)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output(sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-deps", "--no-index", wheel)
     (packages,) = folder.glob("lib/python*/site-packages")
     # Their .pth files, such as the one of an editable moelab, are not read: only a site folder's are.
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
@@ -170,11 +169,7 @@ def test_the_wheel_works_without_a_clone(installed: Path, tmp_path: Path) -> Non
     variables |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{installed}:{os.environ['PATH']}"}
 
     def shell(command: str) -> str:
-        done = subprocess.run(
-            command.split(), env=variables, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        return done.stdout
+        return output(*command.split(), env=variables, cwd=tmp_path, timeout=300)
 
     opened = subprocess.run([installed / "python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
     assert opened.returncode == 1  # so that what follows shows something

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from moelab.analysis.two_by_two import (
-    CODE,
-    DEPTHS,
-    FUSED,
-    STOCK,
-    arm_results,
-    layer_gains,
-    layer_table,
-    result_table,
-)
+from moelab.analysis.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
 
-ROOT = Path(__file__).parents[2]
 BEST = "fp8_deepep_dispatch-fp8"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("h100_two_by_two")
 
 
 def options(**changes: Any) -> argparse.Namespace:
@@ -41,7 +22,9 @@ def nothing() -> dict[str, Any]:
     return {"rows": [], "refused": [], "date": "2026-11-28T08:24:25"}
 
 
-def test_out_of_memory_is_a_row_and_the_arm_is_left_alone(benchmark: ModuleType) -> None:
+def test_out_of_memory_is_a_row_and_the_arm_is_left_alone() -> None:
+    import h100_two_by_two as benchmark  # which loads TorchTitan
+
     content, asked = nothing(), options()
     keys = benchmark.missing_keys(content, asked, 0)
     full = keys[0]
@@ -84,7 +67,9 @@ def test_depths_of_two_campaigns_or_checkpointings_are_not_mixed() -> None:
     assert layer_table(stock + shallow + lost).empty
 
 
-def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it(benchmark: ModuleType) -> None:
+def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it() -> None:
+    import h100_two_by_two as benchmark
+
     plain, tiles = STOCK
     rows = [
         row | {"order": 0, "steps": 3, "tps_median": 8192 / row["step_s"][0], "tps_iqr": 0.0, "code": CODE}

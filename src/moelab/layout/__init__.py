@@ -10,14 +10,4 @@ from moelab.layout.mesh import Facts, Layout, facts_of, resolve
 from moelab.layout.rules import LayoutCheck, check, faults
 from moelab.layout.schedule import SCHEDULES, bubble_fraction
 
-__all__ = [
-    "SCHEDULES",
-    "Facts",
-    "Layout",
-    "LayoutCheck",
-    "bubble_fraction",
-    "check",
-    "facts_of",
-    "faults",
-    "resolve",
-]
+__all__ = ["SCHEDULES", "Facts", "Layout", "LayoutCheck", "bubble_fraction", "check", "facts_of", "faults", "resolve"]

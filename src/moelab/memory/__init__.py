@@ -9,14 +9,7 @@
 Nothing here loads torch.
 """
 
-from moelab.memory.peak import (
-    PARTS,
-    MemoryConstants,
-    MemoryEstimate,
-    deepep_buffer_bytes,
-    estimate,
-    memory_constants,
-)
+from moelab.memory.peak import PARTS, MemoryConstants, MemoryEstimate, deepep_buffer_bytes, estimate, memory_constants
 from moelab.memory.sharding import local_numel
 
 __all__ = [

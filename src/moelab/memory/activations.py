@@ -320,12 +320,7 @@ def layer_costs(shape: ModelShape, *, moe: bool, degrees: Degrees, work: Work, m
     """The costs of a layer with routed experts, or of a dense one."""
     held = module_held(shape, f"layers.{shape.n_dense_layers if moe else 0}", degrees)
     kept = saved(
-        shape,
-        moe=moe,
-        work=work,
-        compiled=mode.compiled,
-        checkpointing=mode.checkpointing,
-        scaled_linears=mode.linears,
+        shape, moe=moe, work=work, compiled=mode.compiled, checkpointing=mode.checkpointing, scaled_linears=mode.linears
     )
     # What all layers keep follows the average layer; the moment in which one layer runs, the one with most rows.
     work = replace(work, imbalance=max(work.imbalance, mode.busiest_layer))

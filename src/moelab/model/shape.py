@@ -1,14 +1,11 @@
-"""The dimensions of the DeepSeek-V3 models, and their modules by TorchTitan's names.
-
-Those of ``debug``, ``16B`` and ``671B`` are in ``torchtitan/models/deepseek_v3/__init__.py`` at 0.3.0; ``nano`` is the
-laptop's model of ``moelab.titan.models``.
-"""
+"""The dimensions of the DeepSeek-V3 models (``data/shapes.yaml``), and their modules by TorchTitan's names."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
 
+from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import Experiment, ShapeChanges
 
@@ -98,71 +95,7 @@ class ModelShape:
         )
 
 
-NANO = ModelShape(
-    name="nano",
-    vocab_size=2048,
-    dim=128,
-    n_layers=4,
-    n_dense_layers=1,
-    n_heads=2,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=32,
-    v_head_dim=64,
-    dense_hidden_dim=256,
-    moe_hidden_dim=128,
-    num_experts=8,
-    num_shared_experts=1,
-    top_k=2,
-)
-DEBUG = ModelShape(
-    name="debug",
-    vocab_size=2048,
-    dim=256,
-    n_layers=6,
-    n_dense_layers=1,
-    n_heads=16,
-    q_lora_rank=0,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    dense_hidden_dim=1024,
-    moe_hidden_dim=256,
-    num_experts=8,
-    num_shared_experts=2,
-    top_k=3,
-)
-V2_LITE = replace(
-    DEBUG,
-    name="16B",
-    vocab_size=102_400,
-    dim=2048,
-    n_layers=27,
-    dense_hidden_dim=10_944,
-    moe_hidden_dim=1408,
-    num_experts=64,
-    top_k=6,
-)
-V3 = replace(
-    DEBUG,
-    name="671B",
-    vocab_size=129_280,
-    dim=7168,
-    n_layers=61,
-    n_dense_layers=3,
-    n_heads=128,
-    q_lora_rank=1536,
-    dense_hidden_dim=18_432,
-    moe_hidden_dim=2048,
-    num_experts=256,
-    num_shared_experts=1,
-    top_k=8,
-    expert_groups=8,
-    limited_groups=4,
-)
-SHAPES = {shape.name: shape for shape in (NANO, DEBUG, V2_LITE, V3)}
+SHAPES = {name: ModelShape(name=name, **row) for name, row in read_yaml("shapes.yaml").items()}
 
 
 def shape_of(model: str) -> ModelShape:
@@ -258,4 +191,4 @@ def tokenizer_size(experiment: Experiment) -> int:
     (102400, 2048)
     """
     own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
-    return shape_of(experiment.model).vocab_size if own else NANO.vocab_size
+    return shape_of(experiment.model).vocab_size if own else SHAPES["nano"].vocab_size

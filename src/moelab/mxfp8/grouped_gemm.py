@@ -212,7 +212,7 @@ GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(M, K) rows, (G, N, K) weights and (G,) offsets to an (M, N) output."""
 
 
-def grouped_mm(precision: GroupedPrecision) -> GroupedMM:
+def product_of(precision: GroupedPrecision) -> GroupedMM:
     """The differentiable product of a precision: PyTorch's for BF16, torchao's for the others."""
     if precision == "bf16":
         return lambda a, b, offs: torch._grouped_mm(a, b.transpose(-2, -1), offs=offs)
@@ -260,7 +260,7 @@ def time_case(
     once_s = 0.0  # of one turn of all precisions
     for precision in precisions:
         operands = make_operands(case, device, block=ROW_BLOCK[precision])
-        product = grouped_mm(precision)
+        product = product_of(precision)
         # One graph for each shape, as fast as a compiler makes it.
         work = step(torch.compile(product, dynamic=False) if compiled else product, operands)
         try:

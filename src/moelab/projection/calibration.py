@@ -94,14 +94,18 @@ class Calibration:
 
     __pydantic_config__ = _CLOSED
 
+    @property
+    def constants(self) -> dict[str, Constant]:
+        """All of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
 
 CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(read_yaml("calibration.yaml"))
 
 
 def fitted(calibration: Calibration = CALIBRATION) -> dict[str, Constant]:
     """The fitted constants by name."""
-    constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
-    return {name: constant for name, constant in constants.items() if constant.how == "fitted"}
+    return {name: constant for name, constant in calibration.constants.items() if constant.how == "fitted"}
 
 
 def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> Calibration:
@@ -110,13 +114,13 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     Raises:
         BadInput: for a constant that does not exist, or a value that is not positive.
     """
-    known = [field.name for field in fields(calibration)]
+    known = calibration.constants
     for name, value in values.items():
         if name not in known:
             raise BadInput(f"there is no constant {name!r}; they are {', '.join(known)}")
         if not value > 0:  # NaN too
             raise BadInput(f"{name} is {value}; give a positive number")
-    changed = {name: replace(getattr(calibration, name), value=value) for name, value in values.items()}
+    changed = {name: replace(known[name], value=value) for name, value in values.items()}
     return replace(calibration, **changed)
 
 
@@ -198,12 +202,9 @@ CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 
 
 def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
     """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
-    constants = {field.name: getattr(calibration, field.name) for field in fields(calibration)}
-    return with_values(
-        calibration,
-        **{
-            name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
-            for name, constant in constants.items()
-            if constant.value  # what is zero stays so
-        },
-    )
+    values = {
+        name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
+        for name, constant in calibration.constants.items()
+        if constant.value  # what is zero stays so
+    }
+    return with_values(calibration, **values)

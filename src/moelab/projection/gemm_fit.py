@@ -88,11 +88,7 @@ def estimate(fitted: Fit, quantity: Callable[[Rates], float], *, in_step: bool =
 
 
 def break_even(
-    case: Case,
-    fitted: Fit,
-    *,
-    precision: GroupedPrecision | None = None,
-    in_step: bool = False,
+    case: Case, fitted: Fit, *, precision: GroupedPrecision | None = None, in_step: bool = False
 ) -> Estimate:
     """The rows from which on the 8-bit format saves time at a case's N, K and groups, with its interval."""
 

@@ -196,9 +196,8 @@ def require_figures(experiment: Experiment, cluster: Cluster) -> None:
     wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
         wanted["fp8_tflops"] = gpu.fp8_tflops
-    if experiment.world_size > nvlink_ranks(
-        experiment, node=cluster.node
-    ):  # else nothing leaves NVLink, and a profile without network will do
+    # Where nothing leaves NVLink a profile without network will do.
+    if experiment.world_size > nvlink_ranks(experiment, node=cluster.node):
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
         raise BadInput(
@@ -236,11 +235,7 @@ class Cost:
 
 
 def cost(
-    projection: Projection,
-    *,
-    price_per_gpu_hour: float,
-    watts_per_gpu: float,
-    tokens: float = DEEPSEEK_TOKENS,
+    projection: Projection, *, price_per_gpu_hour: float, watts_per_gpu: float, tokens: float = DEEPSEEK_TOKENS
 ) -> Cost:
     """Cost of a training run at a projected speed.
 

@@ -144,10 +144,7 @@ def outside(job: Job) -> tuple[str, ...]:
             over_network and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
             f"network of {float(node.nic_gb_s or 0):g} GB/s: validated at {NETWORK_GB_S:g}",
         ),
-        (
-            waits_over_network(job) and (job.shape.dim, job.shape.top_k, work.ep) != (7168, 8, 32),
-            WAIT,
-        ),
+        (waits_over_network(job) and (job.shape.dim, job.shape.top_k, work.ep) != (7168, 8, 32), WAIT),
         (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: its rates were never measured"),
         (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: validated on H100"),
         (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),

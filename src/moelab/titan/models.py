@@ -21,7 +21,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.protocols.model_spec import ModelSpec
 
 from moelab.errors import Refused
-from moelab.model.shape import NANO, ModelShape, shape_of
+from moelab.model.shape import ModelShape, shape_of
 
 TITAN_FLAVORS = {"debug": "debugmodel", "16B": "16B", "671B": "671B"}
 
@@ -31,7 +31,7 @@ NANO_SETTINGS: dict[str, Any] = {
     "router_score_func": "sigmoid",
     "router_route_norm": True,
     "non_blocking_capacity_factor": None,
-    "rope": ComplexRoPE.Config(dim=NANO.qk_rope_head_dim, max_seq_len=4096, theta=10000.0),
+    "rope": ComplexRoPE.Config(dim=shape_of("nano").qk_rope_head_dim, max_seq_len=4096, theta=10000.0),
 }
 
 
