@@ -232,7 +232,7 @@ def drain(nodes: Sequence[str], reason: str) -> None:
         one_line(reason)
     except ValueError as error:
         raise BadInput(f"reason: got {reason[:80]!r}; valid: {error}") from None
-    call("scontrol", "update", f"nodename={_listed(nodes)}", "state=drain", f"reason={reason}")
+    call("scontrol", "update", f"nodename={_node_list(nodes)}", "state=drain", f"reason={reason}")
 
 
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
@@ -243,7 +243,7 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
         SlurmMissing, SlurmError: if Slurm does not do it, or the job does not leave its nodes; it is then held until
             ``scontrol release``.
     """
-    job, listed = checked(job_id), _listed(nodes)
+    job, listed = checked(job_id), _node_list(nodes)
     # Held, so that it does not start before the nodes are excluded.
     call("scontrol", "hold" if _job_state(job) == "PENDING" else "requeuehold", job)
     end = time.monotonic() + LEAVING_S
@@ -255,7 +255,7 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
     call("scontrol", "release", job)
 
 
-def _listed(nodes: Sequence[str]) -> str:
+def _node_list(nodes: Sequence[str]) -> str:
     if not nodes or not all(_NODE.fullmatch(node) for node in nodes):
         raise BadInput(f"nodes: got {', '.join(nodes)[:80]!r}; valid: at least one node name, such as gpu017")
     return ",".join(nodes)
