@@ -359,14 +359,14 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
         fixed += sorted(given & {"activation_checkpoint"})
         by_speed = recommend(experiment, fixed=fixed, **sizes)
         name = options.from_hf or ""
-        as_json, as_text, found = by_speed.to_json(name), recommendation_text(by_speed, name), by_speed.ranked
+        as_json, as_text, layouts = by_speed.to_json(name), recommendation_text(by_speed, name), by_speed.ranked
     else:
         plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
-        as_json, as_text, found = plain.to_json(), search_text(plain), plain.candidates
-    if found and options.write:
-        _write_experiment(options.write, found[0].experiment)
+        as_json, as_text, layouts = plain.to_json(), search_text(plain), plain.candidates
+    if layouts and options.write:
+        _write_experiment(options.write, layouts[0].experiment)
     _show(options, as_json, as_text)
-    return 0 if found else 3
+    return 0 if layouts else 3
 
 
 def _project(options: argparse.Namespace) -> int:
@@ -383,15 +383,15 @@ def _project(options: argparse.Namespace) -> int:
     }
     better = {arm: better_layout(one, calibration) for arm, one in projections.items()}
     as_json = {
-        arm: one.to_json() | {"better": found and {"tps": found.tps, "set": chosen_fields(found.experiment)}}
-        for (arm, one), found in zip(projections.items(), better.values(), strict=True)
+        arm: one.to_json() | {"better": layout and {"tps": layout.tps, "set": chosen_fields(layout.experiment)}}
+        for (arm, one), layout in zip(projections.items(), better.values(), strict=True)
     }
-    told = better_text(better, projections, str(options.file or f"--from-hf {options.from_hf}"))
+    advice = better_text(better, projections, str(options.file or f"--from-hf {options.from_hf}"))
     if len(projections) == 1:
         ((arm, one),) = projections.items()
-        _show(options, as_json[arm], projection_text(one) + told)
+        _show(options, as_json[arm], projection_text(one) + advice)
     else:
-        _show(options, {"arms": as_json}, arms_text(projections) + told)
+        _show(options, {"arms": as_json}, arms_text(projections) + advice)
     return 0
 
 
@@ -504,6 +504,7 @@ def _on_runs(options: argparse.Namespace) -> int:
     if not options.path.is_dir():
         raise BadInput(f"{options.path} is not a folder; give a run, a study or the folder of all studies")
     folder = discover(options.path.absolute())
+    # `refresh`, `cancel` or `requeue` of launch/status.py, as the parser set it.
     both = list(zip(folder.all_runs, getattr(status, options.what)(folder.all_runs), strict=True))
     lines = [*(f"{run.name}: {now.in_words()}" for run, now in both), *folder.lines]
     rows = [_row(run.name, now) for run, now in both]
@@ -541,6 +542,7 @@ def _report(options: argparse.Namespace) -> int:
         margin_cap_nats=options.margin_cap,
         dropped_seeds=options.drop_seed,
     )
+    # Only a study has a folder that its page belongs in.
     usual = Path("comparison.html") if judged.study is None else options.paths[0] / "report.html"
     path = write_study_report(judged, options.output or usual, with_paths=options.with_paths)
     _show(options, {**judged.to_json(), "report": str(path)}, f"{judged.as_text()}\nreport: {path}")

@@ -41,6 +41,7 @@ PACKAGES = (
 )
 ROOT = Path("/")
 INFINIBAND = "/sys/class/infiniband"
+COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")  # and whatever else a program has a terminal do
 COMMAND_TIMEOUT_S = 20
 PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: a forked child of a process with threads must not load libraries
@@ -161,7 +162,7 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     whole = [
         GpuInfo(
             name=row["name"],
-            capability=_number(row["capability"]),
+            capability=leading_number(row["capability"]),
             driver=row["driver"],
             memory_mib=int(re.sub(r"\D", "", row["memory"])) if row["memory"][0].isdigit() else None,
         )
@@ -291,9 +292,10 @@ def _instance(whole: GpuInfo, profile: str) -> GpuInfo:
     return replace(whole, name=f"{whole.name} MIG {profile}", memory_mib=size and int(size[1]) * 10**9 // 2**20)
 
 
-def _number(cell: str) -> float | None:
-    """The number of a cell; None of ``[N/A]`` and the like."""
-    return None if cell.startswith(("[", "N")) else float(cell.replace(",", "."))
+def leading_number(cell: str) -> float | None:
+    """The number that a cell of nvidia-smi begins with, such as ``1980 MHz``; None of ``[N/A]`` and the like."""
+    match = re.match(r"-?\d+(?:[.,]\d+)?", cell)  # a decimal comma in some languages
+    return float(match[0].replace(",", ".")) if match else None
 
 
 def version(package: str) -> str | None:

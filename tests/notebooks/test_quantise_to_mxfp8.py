@@ -11,16 +11,9 @@ import torch
 from notebook_support import ROOT, WIDGET, Ran, ran
 
 from moelab.experiment import Experiment
-from moelab.model.shape import NANO
+from moelab.model import shape_of
 from moelab.mxfp8.capture import Capture, captures_of, read
-from moelab.mxfp8.errors import (
-    GroupedGemm,
-    compare_methods,
-    compare_products,
-    layer_gemms,
-    measure,
-    synthetic,
-)
+from moelab.mxfp8.errors import GroupedGemm, compare_methods, compare_products, layer_gemms, measure, synthetic
 from moelab.mxfp8.formats import MX, NVFP4
 from moelab.notebooks import execute
 from moelab.runs.directory import RunDir, find
@@ -28,6 +21,7 @@ from moelab.runs.directory import RunDir, find
 pytestmark = pytest.mark.training
 NOTEBOOK = ROOT / "notebooks" / "01_quantise_to_mxfp8.ipynb"
 GAUSSIAN = (512, 1024)
+NANO = shape_of("nano")
 
 
 @pytest.fixture(scope="module")

@@ -13,18 +13,12 @@ from run_support import make_run
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
-from moelab.notebooks import RouteParameters, execute, read_parameters, validated
+from moelab.notebooks import RouteParameters, execute, validated
 from moelab.notebooks.batch import NotebookFailed
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
 from moelab.runs.expert_load import ExpertLoadFile
-from moelab.viz.traffic import (
-    TrafficExplorer,
-    bytes_by_ep,
-    destination_histogram,
-    saving_by_routing,
-    traffic_matrix,
-)
+from moelab.viz.traffic import TrafficExplorer, destination_histogram
 
 NAME = "03_route_tokens"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
@@ -40,20 +34,6 @@ def test_a_group_that_cannot_be_stops_with_its_reason(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NotebookFailed, match=r"BadInput: ep is 24 and does not divide 256 experts; valid: 1, 2, 4"):
         execute(NOTEBOOK, tmp_path / "executed.ipynb", {"ep": 24})
-
-
-@pytest.mark.parametrize("profile", ["smoke", "b200_x256"])
-def test_figures_of_the_other_profiles(profile: str) -> None:
-    changes = read_parameters(ROOT / "papermill_params" / NAME / f"{profile}.yaml")
-    parameters = given(**changes)
-    placement, routing = parameters.to_placement(), parameters.to_routing()
-    sizes = {"tokens": parameters.tokens, "hidden": parameters.hidden, "precision": parameters.precision}
-    assert destination_histogram([FORCED, routing], placement).data
-    assert saving_by_routing([FORCED, routing], placement).data
-    assert traffic_matrix(routing, placement, **{**sizes, "tokens": 64}).data
-    assert bytes_by_ep([routing, FORCED], placement, **sizes).data
-    explorer = TrafficExplorer(**parameters.model_dump(exclude={"seed", "load"}))
-    assert explorer.figures
 
 
 # What the notebook says that its reader should see

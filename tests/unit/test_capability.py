@@ -32,7 +32,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:
-    return refusals(Experiment(**fields), devices=devices)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capability, "gpus", lambda: devices)
+        return refusals(Experiment(**fields))
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,13 @@ def test_a_refusal_names_what_is_wrong_and_what_would_run(
 def test_what_every_refusal_names_runs(devices: tuple[GpuInfo, ...]) -> None:
     """Following the advice of each refusal, `field=value` or the first legal value, ends at an arm that runs."""
     for precision, backend, dispatch in product(Precision, EPBackend, ("bf16", "mxfp8", "fp8")):
-        experiment = Experiment(
-            precision=precision, ep_backend=backend, dispatch_precision=dispatch, activation_checkpoint="full"
-        )
+        fields = {"precision": precision, "ep_backend": backend, "dispatch_precision": dispatch}
+        fields["activation_checkpoint"] = "full"
         for _ in range(4):
-            reasons = refusals(experiment, devices=devices)
+            reasons = why(devices, **fields)
             advice = [re.search(r"Legal (\w+): (\w+)", one) or re.search(r"(\w+)=(\w+)", one) for one in reasons]
-            experiment = Experiment(**{**experiment.model_dump(), **{one[1]: one[2] for one in advice if one}})
-        assert refusals(experiment, devices=devices) == []
+            fields |= {one[1]: one[2] for one in advice if one}
+        assert why(devices, **fields) == []
 
 
 @pytest.mark.parametrize("fields", [{"precision": "mxfp8", "shape": {"dim": 136}}, {"gpus_per_node": 4, "pp": 3}])

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from moelab.mxfp8.converter import MXFP8EmulatedLinear, MXFP8Experts
 from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
-from moelab.titan.config_registry import assume_gpu
+from moelab.titan.config_registry import assume_gpu, trainer_config
 from moelab.titan.models import FLASH_BLOCKS, model_spec
 from moelab.titan.preempt import ResumeCheckpoints
 from moelab.titan.routing import RandomBalancedRouter
@@ -59,18 +60,22 @@ def _sm100() -> Iterator[None]:
     forget()
 
 
-def finished(config: Trainer.Config) -> Trainer.Config:
-    """The configuration after TorchTitan has filled in the model's and applied the overrides."""
+def model_of(config: Trainer.Config) -> Any:
+    """The model's configuration after TorchTitan has filled it in and applied the overrides."""
     assert config.model_spec is not None
     config.model_spec.model.update_from_config(config=config)
     apply_overrides(config.override, config)
     config._validate_cuda_graphs()
-    return config
+    return config.model_spec.model
 
 
-def dispatchers(config: Trainer.Config) -> list[LocalTokenDispatcher.Config]:
-    assert config.model_spec is not None
-    return [found for _, found, _, _ in config.model_spec.model.traverse(LocalTokenDispatcher.Config)]
+def parts(model: Any, kind: Any) -> list[Any]:
+    """The model's parts of a kind."""
+    return [part for _, part, _, _ in model.traverse(kind.Config)]
+
+
+def published(name: str, **changes: Any) -> Experiment:
+    return named_arms()[f"dsv3_{name}"].model_copy(update=changes)
 
 
 def test_the_table_has_every_combination_and_each_once() -> None:
@@ -120,23 +125,24 @@ def test_published_setting_dispatcher_and_quantised_modules(name: str) -> None:
     assert config.debug.moe_force_load_balance
     assert config.dataloader.dataset == "c4"
     assert training.disable_cuda_graphs
-    model = finished(config).model_spec.model
-    found, layers = dispatchers(config), {"16B": 26, "671B": 58}[arm.model]
+    model = model_of(config)
+    found, layers = parts(model, LocalTokenDispatcher), {"16B": 26, "671B": 58}[arm.model]
     assert len(found) == layers
     assert all(issubclass(type(dispatcher)._owner, DISPATCHER[arm.ep_backend]) for dispatcher in found)
     assert not any(getattr(dispatcher, "non_blocking_capacity_factor", None) for dispatcher in found)  # drop no token
     fused = layers if (arm.ep_backend, arm.precision) == (EPBackend.MINIMAL_ASYNC_EP, Precision.BF16) else 0
-    assert len(list(model.traverse(FusedGroupedExperts.Config))) == fused
+    assert len(parts(model, FusedGroupedExperts)) == fused
     deepep = arm.ep_backend is EPBackend.DEEPEP
     padding = {Precision.BF16: 8 if deepep else None, Precision.FP8: 16, Precision.MXFP8: 128}[arm.precision]
     assert getattr(found[0], "alignment" if deepep else "pad_multiple", None) == padding
-    assert len(list(model.traverse(ScoredRoutedExperts.Config))) == (layers if deepep else 0)
+    assert len(parts(model, ScoredRoutedExperts)) == (layers if deepep else 0)
     assert has_quantization(model) == (arm.precision is not Precision.BF16)
-    experts = [config for _, config, _, _ in model.traverse(MXFP8Experts.Config)]
+    experts = parts(model, MXFP8Experts)
     assert len(experts) == (layers if arm.precision is Precision.MXFP8 else 0)
     assert all((config.kernels, config.wgrad) == ("native", arm.wgrad) for config in experts)
-    linears = [name for name, _, _, _ in model.traverse(MXFP8EmulatedLinear.Config)]
-    assert bool(linears) == (arm.quantize == "experts+linears" and arm.precision is Precision.MXFP8)
+    assert bool(parts(model, MXFP8EmulatedLinear)) == (
+        arm.quantize == "experts+linears" and arm.precision is Precision.MXFP8
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -161,52 +167,47 @@ def test_an_illegal_experiment_is_refused_before_torchtitan_sees_it(
 
 
 def test_full_checkpointing_with_the_dispatch_kept() -> None:
-    arm = named_arms()["dsv3_671b_mxfp8_deepep"].model_copy(update={"activation_checkpoint": "full+dispatch"})
-    assert type(config_registry.trainer_config(arm).activation_checkpoint)._owner is CommunicationSavingFullAC
+    arm = published("671b_mxfp8_deepep", activation_checkpoint="full+dispatch")
+    assert type(trainer_config(arm).activation_checkpoint)._owner is CommunicationSavingFullAC
 
 
 @pytest.mark.parametrize(("kernels", "capability", "padding"), [("auto", (9, 0), 32), ("native", (10, 0), 128)])
 def test_deepep_pads_as_the_experts_kernels_need(kernels: str, capability: tuple[int, int], padding: int) -> None:
-    arm = named_arms()["dsv3_16b_mxfp8_deepep"].model_copy(update={"mxfp8_kernels": kernels, "ep_kernels": "emulated"})
+    arm = published("16b_mxfp8_deepep", mxfp8_kernels=kernels, ep_kernels="emulated")
     with assume_gpu(capability):
-        found = dispatchers(finished(config_registry.trainer_config(arm)))
-    assert {(one.alignment, one.kernels) for one in found} == {(padding, "emulated")}
+        dispatchers = parts(model_of(trainer_config(arm)), LocalTokenDispatcher)
+    assert {(one.alignment, one.kernels) for one in dispatchers} == {(padding, "emulated")}
 
 
-@pytest.mark.parametrize(("fields", "batches"), [({"pp": 1}, (2, 4096)), ({"pp": 2}, (64, -1))])
-def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(
-    fields: dict[str, int], batches: tuple[int, int]
-) -> None:
-    fields |= {"accumulate_gradients": True, "microbatch": 2, "local_batch": 32 * fields["pp"]}
-    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update=fields)
-    training = config_registry.trainer_config(arm).training
+@pytest.mark.parametrize(("pp", "batches"), [(1, (2, 4096)), (2, (64, -1))])
+def test_torchtitan_adds_up_gradients_where_no_pipeline_takes_the_microbatches(pp: int, batches: Any) -> None:
+    changes = {"accumulate_gradients": True, "microbatch": 2, "local_batch": 32 * pp, "pp": pp}
+    training = trainer_config(published("671b_bf16_standard", **changes)).training
     assert (training.local_batch_size, training.global_batch_size) == batches
 
 
 @pytest.mark.parametrize(("backend", "padding"), [("standard", "pad_multiple"), ("deepep", "alignment")])
 def test_nvfp4_is_emulated_in_blocks_of_16_on_a_b200_too(backend: str, padding: str) -> None:
     arm = Experiment(precision="nvfp4", wgrad="bf16", ep_backend=backend, ep_kernels="emulated")
-    config = finished(config_registry.trainer_config(arm))
-    experts = [found for _, found, _, _ in config.model_spec.model.traverse(MXFP8Experts.Config)]
-    made = [(one.nvfp4, one.kernels, one.wgrad, one.pad_inside) for one in experts]
+    model = model_of(trainer_config(arm))
+    made = [(one.nvfp4, one.kernels, one.wgrad, one.pad_inside) for one in parts(model, MXFP8Experts)]
     assert made == [(True, "emulated", "bf16", False)] * 3
-    assert {getattr(one, padding) for one in dispatchers(config)} == {16}
+    assert {getattr(one, padding) for one in parts(model, LocalTokenDispatcher)} == {16}
 
 
 @pytest.mark.parametrize(("asked", "given"), [("fp8", "fp8"), ("mxfp8", "bf16")])
 def test_fp8_experts_have_the_weight_gradient_that_is_asked_for(asked: str, given: str) -> None:
-    arm = named_arms()["dsv3_16b_fp8_standard"].model_copy(update={"wgrad": asked})
     with assume_gpu((9, 0)):
-        model = finished(config_registry.trainer_config(arm)).model_spec.model
-    assert {found.wgrad for _, found, _, _ in model.traverse(GroupedExperts.Config)} == {given}
+        model = model_of(trainer_config(published("16b_fp8_standard", wgrad=asked)))
+    assert {experts.wgrad for experts in parts(model, GroupedExperts)} == {given}
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep", "minimal_async_ep"])
 def test_buffers_hold_one_microbatch_under_a_pipeline(backend: str) -> None:
     """TorchTitan would take the whole local batch: 64 sequences of 8192 tokens, over 2 tensor-parallel ranks."""
     for model, tokens in (("671b", 8192 // 2), ("16b", 16 * 8192)):
-        found = dispatchers(finished(getattr(config_registry, f"dsv3_{model}_bf16_{backend}")()))
-        assert {dispatcher.num_max_tokens_per_rank for dispatcher in found} == {tokens}
+        dispatchers = parts(model_of(trainer_config(published(f"{model}_bf16_{backend}"))), LocalTokenDispatcher)
+        assert {dispatcher.num_max_tokens_per_rank for dispatcher in dispatchers} == {tokens}
 
 
 @pytest.mark.parametrize(
@@ -218,9 +219,7 @@ def test_buffers_hold_one_microbatch_under_a_pipeline(backend: str) -> None:
     ],
 )
 def test_routing(routing: Routing, forced: bool, owner: type) -> None:
-    arm = named_arms()["dsv3_671b_bf16_standard"].model_copy(update={"routing": routing})
-    config = finished(config_registry.trainer_config(arm))
-    routers = [found for _, found, _, _ in config.model_spec.model.traverse(TokenChoiceTopKRouter.Config)]
+    routers = parts(model_of(trainer_config(published("671b_bf16_standard", routing=routing))), TokenChoiceTopKRouter)
     assert len(routers) == 58
     assert all(type(router)._owner is owner and router._debug_force_load_balance == forced for router in routers)
 
@@ -258,7 +257,7 @@ def test_a_processor_does_not_stand_in_for_gpus_that_do_not_work(
     nvidia_smi(monkeypatch, tmp_path, row, code=code)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Refused, match=said):
-        config_registry.trainer_config(Experiment())
+        trainer_config(Experiment())
 
 
 @pytest.mark.parametrize(("capability", "blocks"), [((9, 0), FLASH_BLOCKS), ((10, 0), (256, 128))])
@@ -267,7 +266,7 @@ def test_flash_attention_has_a_mask_in_blocks_that_its_backward_pass_takes(
 ) -> None:
     with assume_gpu(capability):
         spec = model_spec("671B", ep_backend="standard", attention_backend="flex_flash")
-    attentions = [attention for _name, attention, *_ in spec.model.traverse(FlexAttention.Config)]
+    attentions = parts(spec.model, FlexAttention)
     assert {attention.block_size for attention in attentions} == {blocks}
     assert {attention.kernel_options["BACKEND"] for attention in attentions} == {"FLASH"}
 

@@ -446,7 +446,7 @@ def launch(first: int, last: int, at: float, shift: float = 0.0, mesh: str = "")
     return lines + [stamped(at + 10 * n, step(n, 9 - n / 10 + shift)) for n in range(first, last + 1)]
 
 
-def found(tmp_path: Path, lines: list[str]) -> list[tuple[str, int, int]]:
+def runs_in(tmp_path: Path, lines: list[str]) -> list[tuple[str, int, int]]:
     (tmp_path / "job.log").write_text("".join(lines))
     return [(run.run, run.segments, len(run.rows)) for run in collect(tmp_path / "job.log")]
 
@@ -462,22 +462,22 @@ def without_times(lines: list[str]) -> list[str]:
 def test_a_restart_is_one_run_in_whatever_order_its_launches_are_pasted(tmp_path: Path) -> None:
     launches = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
-        assert found(tmp_path, [line for index in order for line in launches[index]]) == [("job", 3, 34)]
+        assert runs_in(tmp_path, [line for index in order for line in launches[index]]) == [("job", 3, 34)]
         assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[10:14] == [11, 12, 11, 12]
-    assert found(tmp_path, launch(1, 5, 0) + launch(1, 30, 1000, 0.0005)) == [("job", 2, 35)]  # no checkpoint yet
+    assert runs_in(tmp_path, launch(1, 5, 0) + launch(1, 30, 1000, 0.0005)) == [("job", 2, 35)]  # no checkpoint yet
     newest_first = without_times(launch(11, 30, 0)) + without_times(launch(1, 12, 0, 0.004))
-    assert found(tmp_path, newest_first) == [("job", 2, 32)]
+    assert runs_in(tmp_path, newest_first) == [("job", 2, 32)]
     assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[:12] == list(range(1, 13))
 
 
 def test_logs_of_other_seeds_or_settings_in_one_file_are_runs(tmp_path: Path) -> None:
     one, other = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
-    assert found(tmp_path, one + other) == found(tmp_path, other + one) == TWO
-    assert found(tmp_path, without_times(one) + without_times(other)) == TWO
+    assert runs_in(tmp_path, one + other) == runs_in(tmp_path, other + one) == TWO
+    assert runs_in(tmp_path, without_times(one) + without_times(other)) == TWO
     settings = launch(1, 30, 0, mesh=MESH.format(8)) + launch(1, 30, 1000, 0.0001, mesh=MESH.format(4))
-    assert found(tmp_path, settings) == TWO
+    assert runs_in(tmp_path, settings) == TWO
     diverged = [line.replace(" 6.00000", " nan") for line in one] + other
-    assert found(tmp_path, diverged) == TWO
+    assert runs_in(tmp_path, diverged) == TWO
     assert [run.status.reason for run in collect(tmp_path / "job.log")] == ["loss is nan at step 30 (segment 0)", None]
 
 
@@ -485,9 +485,9 @@ def test_logs_of_other_seeds_or_settings_in_one_file_are_runs(tmp_path: Path) ->
 def test_two_runs_whose_lines_are_mixed_are_refused(tmp_path: Path, lag: int) -> None:
     lines = sorted(launch(1, 30, 0) + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
     with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
-        found(tmp_path, lines)
+        runs_in(tmp_path, lines)
     with pytest.raises(BadInput, match="mixed"):
-        found(tmp_path, without_times(lines))
+        runs_in(tmp_path, without_times(lines))
 
 
 # pytorch/torchtitan#1232, #931, #550 and #547: a loss of -1 under pipeline parallelism

@@ -17,7 +17,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from moelab.errors import Refused
-from moelab.model.shape import NANO
+from moelab.model import shape_of
 from moelab.mxfp8 import kernels
 from moelab.mxfp8.converter import (
     LINEARS,
@@ -87,7 +87,8 @@ def convert(**settings: object) -> object:
 def test_experts_alone_are_converted_by_default() -> None:
     with torch.device("meta"):
         model = convert().build()
-    layers = range(NANO.n_dense_layers, NANO.n_layers)
+    nano = shape_of("nano")
+    layers = range(nano.n_dense_layers, nano.n_layers)
     assert converted_modules(model) == [f"layers.{n}.moe.routed_experts.inner_experts" for n in layers]
     assert has_quantization(convert())  # TorchTitan then leaves MFU out
 

@@ -141,14 +141,21 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     assert mixed.gains  # a step takes as long at another learning rate
 
 
-def test_a_study_is_found_from_anywhere(study: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = judge_study(study).as_text()
+def test_a_study_is_the_same_from_anywhere_and_after_it_moved(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(path: Path) -> tuple[Any, ...]:
+        judged = judge_study(path)
+        return judged.study, judged.as_text(), judged.to_json(), {**provenance(judged), "Written": "", "Command": ""}
+
+    before = told(study)
+    assert [side.arm for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
     (study.parent / "latest").symlink_to(study)
     for folder, path in ((study, "."), (study / "bf16_standard", ".."), (study.parent, "s"), (study.parent, "latest")):
         monkeypatch.chdir(folder)
-        judged = judge_study(Path(path))
-        assert (judged.study, judged.as_text()) == ("s", text)
-    assert [side.arm for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
+        assert told(Path(path)) == before
+    shutil.move(study, tmp_path / "elsewhere" / "s")
+    assert told(tmp_path / "elsewhere" / "s") == before
 
 
 def test_what_is_no_study(study: Path, tmp_path: Path) -> None:
@@ -255,16 +262,6 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
     assert judged.throughput == []
     assert "tokens/s per rank" not in judged.as_text()
     assert "loss" in report_of(tmp_path / "runs" / "s")
-
-
-def test_a_report_is_the_same_after_the_runs_moved(study: Path, tmp_path: Path) -> None:
-    def told(path: Path) -> tuple[Any, ...]:
-        judged = judge_study(path)
-        return judged.as_text(), judged.to_json(), {**provenance(judged), "Written": ""}
-
-    before = told(study)
-    shutil.move(study.parent, tmp_path / "elsewhere")
-    assert told(tmp_path / "elsewhere" / "s") == before
 
 
 def test_the_parts_of_a_traced_step_are_shown(study: Path) -> None:

@@ -173,36 +173,36 @@ def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path, failed: s
     assert report_figures(judged)
 
 
-def test_an_arm_of_which_every_seed_was_lost_is_named(tmp_path: Path) -> None:
+def test_every_run_that_is_not_judged_is_named_with_its_reason(tmp_path: Path) -> None:
     study = study_of(tmp_path)
+    for seed in (5, 6, 7, 8):
+        run_of(tmp_path, "bf16", seed)
+    run_of(tmp_path, "mxfp8", 5, losses=[4.0] * 3, state=State.FAILED, reason="rank 1: killed by SIGKILL")
+    run_of(tmp_path, "mxfp8", 7, fields={"gpus_per_node": 4})
+    record = run_of(tmp_path, "mxfp8", 8).path / "experiment.yaml"
+    record.write_text(record.read_text()[:200])
+    run_of(tmp_path, "mxfp8", 0, losses=[4.0, math.nan])
+    run_of(tmp_path, "mxfp8", 1, losses=[4.0], state=State.CANCELLED)
     for seed in SEEDS:
         fields = {"ep_backend": "deepep", "ep_kernels": "emulated"}
         run_of(tmp_path, "mxfp8", seed, fields=fields, losses=[4.0], state=State.FAILED, reason="node gpu-12 failed")
     judged = judge_study(study)
-    assert [verdict.arm for verdict in judged.verdicts] == ["mxfp8_standard"]
-    told = f"left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of {STEPS} steps logged"
-    assert told in judged.notes
-
-
-def test_a_seed_that_was_lost_is_left_out_by_name(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run_of(tmp_path, "bf16", 5)
-    run_of(tmp_path, "mxfp8", 5, losses=[4.0] * 3, state=State.FAILED, reason="rank 1: killed by SIGKILL")
-    run_of(tmp_path, "bf16", 6)
-    (verdict,) = judge_study(study).verdicts
-    assert verdict.answer is Answer.EQUIVALENT
-    assert "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged" in verdict.sentence()
-    assert "seed 6: not run" in verdict.sentence()
-    assert "assumed to be unrelated" in verdict.sentence()
-
-
-def test_a_seed_whose_only_run_has_other_settings_is_left_out_with_that_reason(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run_of(tmp_path, "bf16", 5)
-    run_of(tmp_path, "mxfp8", 5, fields={"gpus_per_node": 4})
-    (verdict,) = judge_study(study).verdicts
-    assert "seed 5: not the settings of this arm's judged runs: gpus_per_node 4" in verdict.sentence()
-    assert "not run" not in verdict.sentence()
+    (verdict,) = judged.verdicts
+    assert (verdict.arm, verdict.answer, verdict.n_seeds) == ("mxfp8_standard", Answer.EQUIVALENT, 5)
+    for words in (
+        "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged",
+        "seed 6: not run",
+        "seed 7: not the settings of this arm's judged runs: gpus_per_node 4",
+        "seed 8: experiment.yaml: ",
+        "assumed to be unrelated",
+    ):
+        assert words in verdict.sentence()
+    assert any("MXFP8 + standard all-to-all, seed 8: experiment.yaml" in note for note in judged.notes)
+    lost = "left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of 8 steps logged"
+    assert lost in judged.notes
+    note = judged.to_json()["note"]
+    assert "this one diverged: loss is nan at step 2 (segment 0)" in note
+    assert "seed 1: another attempt" not in note  # replaced by one that finished: in the table alone
 
 
 def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
@@ -214,28 +214,6 @@ def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
     run_of(tmp_path, "mxfp8", 7)
     rows = judge_study(tmp_path / "s", study=study).to_json()["runs"]
     assert [row["reason"] for row in rows if not row["used"]] == ["seed 7 of this arm is not in the study"]
-
-
-def test_an_attempt_that_diverged_is_told_of_although_another_finished(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run_of(tmp_path, "mxfp8", 0, losses=[4.0, math.nan])
-    run_of(tmp_path, "mxfp8", 1, losses=[4.0], state=State.CANCELLED)
-    judged = judge_study(study)
-    assert (judged.verdicts[0].n_seeds, len(judged.not_judged)) == (5, 2)
-    told = judged.to_json()["note"]
-    assert "this one diverged: loss is nan at step 2 (segment 0)" in told
-    assert "seed 1: another attempt" not in told  # replaced by one that finished: in the table alone
-
-
-def test_a_record_that_cannot_be_read_is_named_with_its_seed(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run_of(tmp_path, "bf16", 5)
-    record = run_of(tmp_path, "mxfp8", 5).path / "experiment.yaml"
-    record.write_text(record.read_text()[:200])
-    judged = judge_study(study)
-    assert judged.verdicts[0].n_seeds == 5
-    assert "seed 5: experiment.yaml: " in judged.verdicts[0].sentence()
-    assert any("MXFP8 + standard all-to-all, seed 5: experiment.yaml" in note for note in judged.notes)
 
 
 def test_a_seed_whose_record_is_damaged_and_whose_log_diverged_is_not_assumed_unrelated(tmp_path: Path) -> None:

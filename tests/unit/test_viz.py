@@ -18,15 +18,7 @@ from moelab.analysis.throughput import arm_throughput, gain
 from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
-from moelab.viz import (
-    Figure,
-    Table,
-    arm_styles,
-    loss_curves,
-    loss_difference,
-    throughput_bars,
-    write_report,
-)
+from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
 
 PAIR = ("bf16_standard", "mxfp8_standard")
 HOSTILE = "</script><script>alert(1)</script><b>x"

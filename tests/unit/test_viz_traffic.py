@@ -13,13 +13,7 @@ import plotly.graph_objects as go
 import pytest
 from figure_support import notes, title
 
-from moelab.analysis.two_by_two import (
-    CODE,
-    arm_results,
-    checkpointing_table,
-    goal_lines,
-    result_table,
-)
+from moelab.analysis.two_by_two import CODE, arm_results, checkpointing_table, goal_lines, result_table
 from moelab.deepep.benchmark_cases import OPERATIONS as ALL_OPERATIONS
 from moelab.deepep.benchmark_cases import ROUTINGS, plan
 from moelab.deepep.benchmark_cases import SIZES as MEASURED_SIZES

@@ -137,7 +137,6 @@ def judge_sides(
     verdicts = compare_convergence(
         replace(final, seeds=seeds),
         reference=name(first),
-        arms=[name(side) for side in others],
         # Rows of the embedding that no token uses are never predicted, after a few steps.
         untrained_nats=None if model is None else math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps if model is not None else 0,
@@ -197,9 +196,9 @@ def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     differing: dict[str, list[str | None]] = {}
     for name in dict.fromkeys(name for side in sides for name in side.settings.values):
         values = [side.settings.values.get(name) for side in sides]
-        told = {(side.settings.source, value) for side, value in zip(sides, values, strict=True)}
+        pairs = {(side.settings.source, value) for side, value in zip(sides, values, strict=True)}
         # Of one source, what one side says the other could have said.
-        silent = any((source, None) in told for source, value in told if value is not None)
+        silent = any((source, None) in pairs for source, value in pairs if value is not None)
         if silent or len(set(values) - {None}) > 1:
             differing[name] = values
     return differing
@@ -218,13 +217,13 @@ def differing_fields(one: Experiment, other: Experiment) -> dict[str, str]:
     {'lr': 'lr 0.002 instead of 0.003'}
     """
 
-    def told(experiment: Experiment, name: str) -> str:
+    def value_of(experiment: Experiment, name: str) -> str:
         if not name.startswith("shape."):
             return str(getattr(experiment, name))
         value = getattr(experiment.shape, name.removeprefix("shape."), None)  # `shape` is None without changes
         return "the model's own" if value is None else str(value)
 
-    return {name: f"{name} {told(one, name)} instead of {told(other, name)}" for name in one.differences(other)}
+    return {name: f"{name} {value_of(one, name)} instead of {value_of(other, name)}" for name in one.differences(other)}
 
 
 def differing_settings(arm: Experiment, reference: Experiment) -> dict[str, str]:
@@ -239,8 +238,8 @@ def caveats(side: Side, reference: Side) -> tuple[str, ...]:
     if side.experiment is not None and reference.experiment is not None:
         settings = differing_settings(side.experiment, reference.experiment)
     facts = differing_facts(side.attempted, reference.attempted, loss_facts)
-    told = [f"The arms also differ in their settings: {', '.join(settings.values())}."] if settings else []
-    return (*told, *([f"The runs also differ in what computes the loss: {'; '.join(facts)}."] if facts else []))
+    sentences = [f"The arms also differ in their settings: {', '.join(settings.values())}."] if settings else []
+    return (*sentences, *([f"The runs also differ in what computes the loss: {'; '.join(facts)}."] if facts else []))
 
 
 def differing_facts(
@@ -304,14 +303,14 @@ def machine_differences(side: Side, reference: Side) -> list[str]:
     values, others = ({**of.settings.values} for of in (side, reference))
     for known in (values, others):
         known["hardware"] = known.get("gpu") or known.get("processor") or ""
-    told = [
+    differences = [
         f"{name} {values[name]} against {others[name]}"
         for name in ("hardware", "driver", *SPEED_PACKAGES)
         if values.get(name) and others.get(name) and values[name] != others[name]
     ]
     # Runs from elsewhere are held against their own kind too: one side may be of two machines.
     mixed = [side.label for side in (side, reference) if mixed_facts(side.runs, speed_facts)]
-    return [*told, *(f"the runs of {label} are not on like machines" for label in mixed)]
+    return [*differences, *(f"the runs of {label} are not on like machines" for label in mixed)]
 
 
 def _verdict(reference: Side, side: Side, *, final_fraction: float, **options: Any) -> Verdict | None:

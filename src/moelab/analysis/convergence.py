@@ -6,7 +6,7 @@ successive steps are autocorrelated, so a test on steps would count the same evi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,33 +85,28 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step)
 
 
-def compare_convergence(
-    final: FinalLosses, *, reference: str, arms: Sequence[str] | None = None, **options: Any
-) -> list[Verdict]:
+def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -> list[Verdict]:
     """Judge arms against a reference on their final losses.
 
     Args:
         final: Losses of the arms.
         reference: Arm to compare with, usually ``bf16_standard``.
-        arms: Arms to judge; None takes every other arm.
         **options: of :func:`~moelab.analysis.verdict.judge`.
 
     Returns:
-        One verdict an arm, *different* corrected for their number.
+        One verdict for every other arm, *different* corrected for their number.
 
     Raises:
-        BadInput: An arm has no loss, or an option is out of range.
+        BadInput: The reference is no arm, or an option is out of range.
     """
     first, last = final.first_step, final.last_step
     if last:
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
         options |= {"quantity": quantity, "steps": (first, last)}
     options = {"quantity": "held-out loss", **options}
-    others = [arm for arm in final.seeds if arm != reference] if arms is None else arms
-    for arm in (reference, *others):
-        if arm not in final.seeds:
-            raise BadInput(f"arm {arm!r} is not in this table: the arms are {', '.join(final.seeds)}")
-    theirs = final.seeds[reference]
+    if reference not in final.seeds:
+        raise BadInput(f"arm {reference!r} is not in this table: the arms are {', '.join(final.seeds)}")
+    theirs, others = final.seeds[reference], {arm: ours for arm, ours in final.seeds.items() if arm != reference}
     return correct_for_arms(
-        [judge(final.seeds[arm], theirs, arm=arm, reference=reference, **options) for arm in others]
+        [judge(ours, theirs, arm=arm, reference=reference, **options) for arm, ours in others.items()]
     )

@@ -155,8 +155,8 @@ class Side:
         """Why its loss is not judged: it diverged, or ended before its planned steps. Empty where neither did."""
         ends = Counter(words for run in self.runs if (words := self._end_of(run)))
         many = len(self.runs) > 1
-        told = [f"{words}, {count} of {len(self.runs)} seeds" if many else words for words, count in ends.items()]
-        return f"{self.label} {'; '.join(told)}" if told else ""
+        reasons = [f"{words}, {count} of {len(self.runs)} seeds" if many else words for words, count in ends.items()]
+        return f"{self.label} {'; '.join(reasons)}" if reasons else ""
 
     def name_of(self, run: Collected) -> str:
         """What one of its runs is called."""
@@ -235,8 +235,8 @@ class Side:
     def _end_of(self, run: Collected) -> str:
         if run.diverged:
             return f"diverged: {run.diverged}"
-        from_elsewhere, told = run.steps_planned is None, self.settings.values.get("steps", "")
-        planned = run.steps_planned or (int(told) if told.isdecimal() else 0)
+        from_elsewhere, steps = run.steps_planned is None, self.settings.values.get("steps", "")
+        planned = run.steps_planned or (int(steps) if steps.isdecimal() else 0)
         # A log of every tenth step ends up to nine steps before the last.
         if run.finished or (from_elsewhere and run.last_step + self._interval_steps > planned):
             return ""

@@ -81,13 +81,13 @@ class Interaction(Ratio):
 
     def sentence(self) -> str:
         """The answer in words."""
-        told = f"Both together are {self.percent:+.1f} % from the product of the two gains"
+        words = f"Both together are {self.percent:+.1f} % from the product of the two gains"
         if not self.interval.exists:
-            return f"{told}; no interval, n = {self.units} {self.unit}: no test"
-        told += f" ({self.interval.percent.words('+.1f', ' %')}, n = {self.units} {self.unit})"
+            return f"{words}; no interval, n = {self.units} {self.unit}: no test"
+        words += f" ({self.interval.percent.words('+.1f', ' %')}, n = {self.units} {self.unit})"
         if not self.resolved:
-            return f"{told}: no interaction is shown; effects within these bounds are not ruled out"
-        return f"{told}: the gains {'weaken' if self.percent < 0 else 'strengthen'} each other"
+            return f"{words}: no interaction is shown; effects within these bounds are not ruled out"
+        return f"{words}: the gains {'weaken' if self.percent < 0 else 'strengthen'} each other"
 
 
 def over(arm: str, baseline: str) -> str:

@@ -220,7 +220,7 @@ def gemm_rates(explanation: Explanation, experiment: Experiment) -> list[GemmRat
                 and (one.direction == "forward") == (phase == "forward")
             )
             if ms:  # a part without kernels, as under another name, has no rate
-                rates.append(GemmRate(part, phase, ms, flops / ms / 1e9))
+                rates.append(GemmRate(part, phase, ms, flops / ms / 1e9))  # operations a ms are 1e-9 TFLOP/s
     return rates
 
 

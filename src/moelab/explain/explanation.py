@@ -189,11 +189,11 @@ class Explanation:
     def to_json(self) -> dict[str, Any]:
         """The explanation as one JSON object, without the timeline."""
         times = "span_ms busy_ms idle_ms compute_ms communication_ms exposed_communication_ms"
-        told = "parts_ms idle_by_cause_ms classified kernels_ms late_rank"
+        parts = "parts_ms idle_by_cause_ms classified kernels_ms late_rank"
         records = ("communication", "products", "copies", "gaps", "ranks")
         return {
             "files": list(self.files),
-            **{name: getattr(self, name) for name in f"rank gpu {times} {told}".split()},
+            **{name: getattr(self, name) for name in f"rank gpu {times} {parts}".split()},
             "hidden_communication_ms": self.communication_ms - self.exposed_communication_ms,
             "layers_ms": {str(layer): passes for layer, passes in self.layers_ms.items()},
             **{name: [vars(one) for one in getattr(self, name)] for name in records},
@@ -440,7 +440,7 @@ def _products(one: Rank, by_category: Mapping[str, Places], gpu: Gpu | None) -> 
         # an operator that launches several kernels multiplies once; a kernel without operator counts for itself
         called = len({row if row >= 0 else -2 - place for place, row in zip(places, one.op[places], strict=True)})
         flops = _flops(op, dims) if dims else None
-        tflops = flops * called / us / 1e6 if flops and us else None
+        tflops = flops * called / us / 1e6 if flops and us else None  # operations a µs are 1e-6 TFLOP/s
         peak = (gpu.fp8_tflops if "scaled" in op else gpu.bf16_tflops) if gpu else None
         operands = " × ".join(str(dim) for dim in dims[:3] if dim) if dims else None
         yield Product(op, operands, called, us / 1e3, tflops, tflops / float(peak) if tflops and peak else None)
@@ -464,7 +464,7 @@ def _copies(one: Rank, gpu: Gpu | None) -> Iterable[Copies]:
         if re.match("Memcpy|hipMemcpy|Copy", kind):
             places = np.flatnonzero(one.events["name"] == name)
             us, moved = one.us(places), float(one.events["bytes"][places].sum())
-            gb_s = moved / us / 1e3 if moved and us else None
+            gb_s = moved / us / 1e3 if moved and us else None  # bytes a µs are 1e-3 GB/s
             on_device = "DtoD" in kind or "Device -> Device" in kind
             peak = 1e3 * float(gpu.hbm_tb_s) if gpu and gpu.hbm_tb_s and on_device else None
             # Kineto counts a byte once, memory reads and writes it

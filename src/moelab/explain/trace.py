@@ -125,7 +125,7 @@ def _decoded(file: BinaryIO) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     begin = file.read(2)
     file.seek(0)
-    unpack = zlib.decompressobj(31) if begin == b"\x1f\x8b" else None
+    unpack = zlib.decompressobj(31) if begin == b"\x1f\x8b" else None  # 31: with the header of gzip
     while raw := file.read(WINDOW):
         while raw:
             try:
@@ -289,7 +289,7 @@ def _whole(value: Any, otherwise: int = -1) -> int:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         return otherwise
-    return number if abs(number) < 1 << 62 else otherwise
+    return number if abs(number) < 1 << 62 else otherwise  # columns have 64 bits
 
 
 def _external(args: dict[str, Any]) -> int:
@@ -385,10 +385,10 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
         reader.damaged += int(far.sum())
         # an event that was written twice has the same correlation, and the sort has put both beside each other
         same = ["start", "end", "name", "stream", "device", "correlation"]
-        again = (events[same][1:] == events[same][:-1]) & (events["correlation"][1:] >= 0)
-        events = events[np.concatenate([[True], ~again])]
+        is_repeated = (events[same][1:] == events[same][:-1]) & (events["correlation"][1:] >= 0)
+        events = events[np.concatenate([[True], ~is_repeated])]
         _take_marks(events, reader.mark.rows("stream", "start"))
-        if twice := int(again.sum()):
+        if twice := int(is_repeated.sum()):
             notes.append(f"{name}: {twice:,} of {count:,} kernels and copies appear twice and are counted once")
     if cut:
         notes.append(f"{name} was cut off: it ends after {reader.read:,} events, and what followed is missing")

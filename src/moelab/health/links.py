@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from moelab.finding import Finding, fault
-from moelab.machine import INFINIBAND, Machine
+from moelab.machine import COLOUR, INFINIBAND, Machine
 
 MEMLOCK_NEEDED_BYTES = 64 << 30  # a choice
 
@@ -115,7 +115,7 @@ def check_nvlink(machine: Machine, *, needed: bool) -> Finding:
 
 def nvlink_matrix(topology: str) -> list[list[str]]:
     """Connections between GPUs, such as ``NV18`` or ``SYS``, from the output of ``nvidia-smi topo -m``."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", topology)  # headings are underlined
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    # Headings are underlined.
+    rows = [line.split() for line in COLOUR.sub("", topology).splitlines() if re.match(r"GPU\d+\s", line)]
     rows = [row for row in rows if "X" in row]  # unlike the heading, which also begins with GPU0
     return [row[1 : len(rows) + 1] for row in rows]

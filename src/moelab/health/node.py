@@ -30,7 +30,7 @@ import moelab
 from moelab.finding import Finding, fault
 from moelab.health.deepep import examine_environment
 from moelab.health.links import check_rdma
-from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, this_machine, version
+from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, leading_number, this_machine, version
 
 UNREAD = "kernel log"
 XID = re.compile(r"NVRM: (Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+).*)")
@@ -123,9 +123,9 @@ def parse_gpus(csv: str, remapped: str = "") -> Iterator[GpuState]:
         pending, failed = rows_of.get(bus_id, ("", ""))  # GPUs before Ampere have no row remapping
         yield GpuState(
             index=int(index),
-            clock_mhz=_number(clock),
-            temperature_c=_number(temperature),
-            uncorrected_errors=None if _number(errors) is None else int(errors),
+            clock_mhz=leading_number(clock),
+            temperature_c=leading_number(temperature),
+            uncorrected_errors=None if leading_number(errors) is None else int(errors),
             remap_pending=_yes(pending),
             remap_failed=_yes(failed),
             reasons=int(reasons, 16) if re.fullmatch(r"0x[0-9A-Fa-f]+", reasons) else None,
@@ -173,26 +173,14 @@ def _named(gpus: Sequence[GpuState]) -> str:
     return f"GPU {', '.join(str(gpu.index) for gpu in gpus)}"
 
 
-def _number(cell: str) -> float | None:
-    """The number of a cell such as ``1980 MHz``; None for ``[N/A]``."""
-    match = re.match(r"-?\d+(\.\d+)?", cell)
-    return float(match[0]) if match else None
-
-
 def _yes(cell: str) -> bool | None:
     return {"yes": True, "1": True, "no": False, "0": False}.get(cell.lower())  # drivers differ: Yes or 1
 
 
 def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int = 1) -> dict[str, Any]:
-    """Examine this node.
+    """What :func:`moelab.health.preflight.compare` reads about this node, one of so many.
 
-    Args:
-        writes: folder that runs or checkpoints go to.
-        sees: files and folders that every node must see.
-        nodes: of the job; several need more for DeepEP.
-
-    Returns:
-        What :func:`moelab.health.preflight.compare` reads; ``time`` is taken last.
+    Runs or checkpoints are written to the folder ``writes``; every node must see the files and folders of ``sees``.
     """
     machine, problem = this_machine(), gpu_problem()
     devices = () if problem else gpus()

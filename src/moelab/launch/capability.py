@@ -19,13 +19,10 @@ CPU_PARAMETERS = 1_000_000_000
 """More are refused on a CPU: a step would take minutes."""
 
 
-def refusals(experiment: Experiment, *, devices: tuple[GpuInfo, ...] | None = None) -> list[str]:
-    """Every reason why this machine, or one with other GPUs, cannot run an experiment.
-
-    What it lacks comes first, then the reasons of a plan for its GPUs.
-    """
+def refusals(experiment: Experiment) -> list[str]:
+    """Every reason why this machine cannot run an experiment: what it lacks, then those of a plan for its GPUs."""
     try:
-        gpus_here = () if experiment.hardware == "cpu" else gpus() if devices is None else devices
+        gpus_here = () if experiment.hardware == "cpu" else gpus()
     except GpusUnknown as error:
         return [str(error)]
     # Every kind is checked: on a mixed node the weakest GPU decides.

@@ -29,7 +29,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moelab.errors import MoelabError, Refused
-from moelab.machine import end_with_parent
+from moelab.machine import COLOUR, end_with_parent
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
@@ -50,7 +50,6 @@ _SUBMITTED = (  # how sbatch, or a site's wrapper of it, prints a job's number; 
     re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
     re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
 )
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _HIDDEN = {"None", "(null)", "N/A", "Unknown", ""}
 ACCOUNTING_COLUMNS = "JobID,JobIDRaw,State,ExitCode"
 COMPLETION_COLUMNS = "JobID,State,ExitCode"
@@ -119,7 +118,7 @@ def sbatch(script: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[str, str | No
     output, errors = _printed(("sbatch", "--parsable", str(script)), timeout_s)
     for text in (output, errors):  # some wrappers print the number on standard error
         for form in _SUBMITTED:
-            named = {(match["id"], match["cluster"] or None) for match in form.finditer(_ESCAPE.sub("", text))}
+            named = {(match["id"], match["cluster"] or None) for match in form.finditer(COLOUR.sub("", text))}
             if len(named) == 1:
                 return named.pop()
             if named:  # several numbers: none of them can be trusted
@@ -164,7 +163,7 @@ def _environment() -> dict[str, str]:
 
 def _words(text: str) -> str:
     """What a command printed, on one line, without the program's name on each."""
-    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in _ESCAPE.sub("", text).splitlines())
+    lines = (re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in COLOUR.sub("", text).splitlines())
     return "; ".join(_line(line) for line in lines if line)[:500]
 
 
@@ -271,7 +270,7 @@ def parse_scontrol(text: str) -> Iterator[SlurmJob]:
                 state=_word(fields["JobState"]),
                 reason=_shown(fields.get("Reason", "").replace("_", " ")),
                 exit_code=_exit_code_of_text(fields.get("ExitCode", "")),
-                restarts=_number(fields.get("Restarts")) or 0,
+                restarts=_whole_number(fields.get("Restarts")) or 0,
                 comment=fields.get("Comment", ""),
             )
 
@@ -292,9 +291,9 @@ def parse_sacct(text: str) -> Iterator[SlurmJob]:
 
 def _of_json(job: Any) -> Iterator[SlurmJob]:
     """The tasks of a record; none if it has no job number."""
-    if not isinstance(job, dict) or (number := _number(job.get("job_id"))) is None:
+    if not isinstance(job, dict) or (number := _whole_number(job.get("job_id"))) is None:
         return
-    array, task = _number(job.get("array_job_id")), _number(job.get("array_task_id"))
+    array, task = _whole_number(job.get("array_job_id")), _whole_number(job.get("array_task_id"))
     tasks = str(task) if task is not None else str(job.get("array_task_string") or "")
     for job_id in _ids(str(number), str(array) if array else None, tasks):
         yield SlurmJob(
@@ -303,7 +302,7 @@ def _of_json(job: Any) -> Iterator[SlurmJob]:
             state=_state(job.get("job_state")),
             reason=_shown(str(job.get("state_description") or job.get("state_reason") or "")),
             exit_code=_exit_code(job.get("exit_code")),
-            restarts=_number(job.get("restart_cnt")) or 0,
+            restarts=_whole_number(job.get("restart_cnt")) or 0,
             comment=str(job.get("comment") or ""),
         )
 
@@ -323,7 +322,7 @@ def _word(state: str) -> str:
     return whole[0] if len(whole) == 1 else word
 
 
-def _number(value: Any) -> int | None:
+def _whole_number(value: Any) -> int | None:
     """A whole number, not negative, in any of Slurm's forms; None for anything else."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
@@ -335,14 +334,14 @@ def _number(value: Any) -> int | None:
 def _exit_code(value: Any) -> int | None:
     """From the raw status of ``wait`` (22.05) or an object of a return code and a signal."""
     if not isinstance(value, dict) or "return_code" not in value:
-        status = _number(value)
+        status = _whole_number(value)
         try:
             return None if status is None else os.waitstatus_to_exitcode(status & 0xFFFF)
         except ValueError:  # of a process that has only stopped
             return None
     signal = value.get("signal")
-    number = _number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
-    return -number if number else _number(value["return_code"])
+    number = _whole_number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
+    return -number if number else _whole_number(value["return_code"])
 
 
 def _exit_code_of_text(text: str) -> int | None:

@@ -232,7 +232,7 @@ def drain(nodes: Sequence[str], reason: str) -> None:
         one_line(reason)
     except ValueError as error:
         raise BadInput(f"reason: got {reason[:80]!r}; valid: {error}") from None
-    call("scontrol", "update", f"nodename={_listed(nodes)}", "state=drain", f"reason={reason}")
+    call("scontrol", "update", f"nodename={_node_list(nodes)}", "state=drain", f"reason={reason}")
 
 
 def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
@@ -243,7 +243,7 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
         SlurmMissing, SlurmError: if Slurm does not do it, or the job does not leave its nodes; it is then held until
             ``scontrol release``.
     """
-    job, listed = checked(job_id), _listed(nodes)
+    job, listed = checked(job_id), _node_list(nodes)
     # Held, so that it does not start before the nodes are excluded.
     call("scontrol", "hold" if _job_state(job) == "PENDING" else "requeuehold", job)
     end = time.monotonic() + LEAVING_S
@@ -255,7 +255,7 @@ def requeue_without(job_id: str, nodes: Sequence[str]) -> None:
     call("scontrol", "release", job)
 
 
-def _listed(nodes: Sequence[str]) -> str:
+def _node_list(nodes: Sequence[str]) -> str:
     if not nodes or not all(_NODE.fullmatch(node) for node in nodes):
         raise BadInput(f"nodes: got {', '.join(nodes)[:80]!r}; valid: at least one node name, such as gpu017")
     return ",".join(nodes)
@@ -276,19 +276,11 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> StudyFollower:
-    """Show the runs at a path until all have ended.
+    """Show the runs at a path until all have ended; a terminal is redrawn in place.
 
-    Args:
-        path: a run, a study, or the folder of all studies; it may appear later.
-        stream: where the view goes; a terminal is redrawn in place.
-        ask: updates the ``status.json`` of runs from their scheduler.
-        interval_s: seconds between two looks.
-        quiet_s: seconds to wait for new runs after the last one has ended; if all had ended before, none.
-        sleep: waits for a number of seconds.
-        clock: monotonic seconds.
-
-    Returns:
-        The follower, with all that was read.
+    The path is that of a run, a study or the folder of all studies, and may appear later. ``ask`` updates the
+    ``status.json`` of runs from their scheduler. After the last run has ended, new ones are waited for ``quiet_s``
+    seconds; not at all, if all had ended before.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, which does nothing to the runs.

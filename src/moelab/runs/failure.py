@@ -188,14 +188,14 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
             operations[entry.operation].append(rank)
         where = f"number {number} of group {description or name}"
         if len(operations) > 1:
-            listed = "; ".join(f"{operation}: {_listed(by)}" for operation, by in operations.items())
+            listed = "; ".join(f"{operation}: {_ranks_in_words(by)}" for operation, by in operations.items())
             yield None, f"ranks disagree on collective {where}: {listed}"
         elif late or silent:
             missing = late or silent
             did = "did not enter" if late else "left no flight-recorder dump, and may not have entered"
-            words = f"{did} {next(iter(operations))}, {where}, in which {_listed(entries)} waited"
+            words = f"{did} {next(iter(operations))}, {where}, in which {_ranks_in_words(entries)} waited"
             alone = len(missing) == 1
-            yield (min(missing), words) if alone else (None, f"{_listed(missing)} {words}")
+            yield (min(missing), words) if alone else (None, f"{_ranks_in_words(missing)} {words}")
         else:
             continue
         return
@@ -248,10 +248,10 @@ def _described(description: Any) -> str:
     return "" if description == "undefined" else str(description)
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _ranks_in_words(ranks: Iterable[int]) -> str:
     """Ranks as people write them.
 
-    >>> _listed([2]), _listed([0, 1, 2, 3, 6, 8, 9])
+    >>> _ranks_in_words([2]), _ranks_in_words([0, 1, 2, 3, 6, 8, 9])
     ('rank 2', 'ranks 0-3, 6, 8-9')
     """
     runs: list[list[int]] = []

@@ -21,7 +21,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from moelab.machine import APPLICATION_XIDS
+from moelab.machine import APPLICATION_XIDS, COLOUR
 
 SURVIVED_STEPS: Final = 3
 """Logged after a statement, they show that the job went on: the ranks of a step wait for each other."""
@@ -134,7 +134,6 @@ def kind_of(message: str, place: str = "") -> Kind:
 # --- the lines of a text ---
 
 _BEGINNING: Final = 48
-_COLOUR = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 _RANKS = re.compile(r"^.{0,200}?((?:\[[A-Za-z_]+\d+\]: ?)+)")
 _STAMPS = re.compile(
     r"^(?:\s*\d{1,5}: |\d{1,3}(?:\.\d{1,3}){3}: |(?!slurmstepd)[\w.-]*-\d+: |\([^()]*\bpid=\d+[^()]*\) |"
@@ -315,7 +314,7 @@ class Scan:
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
                 continue
-            if "step:" in raw and (step := _STEP.search(_COLOUR.sub("", raw))):
+            if "step:" in raw and (step := _STEP.search(COLOUR.sub("", raw))):
                 self._steps[int(step[1])] = self._line
             elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
                 self._take(raw)
@@ -359,7 +358,7 @@ class Scan:
                 yield min(reversed(chain), key=lambda one: one[1].kind)
 
     def _take(self, raw: str) -> None:
-        line = _COLOUR.sub("", raw[:LINE_LENGTH])
+        line = COLOUR.sub("", raw[:LINE_LENGTH])
         if line.startswith('{"log":'):  # Docker's file of a container
             try:
                 line = str(json.loads(line)["log"]).rstrip("\n")

@@ -313,11 +313,11 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
     rows = []
     for side in judged.sides:
-        told = Counter(
+        counts = Counter(
             (run.converted["kernels"], ", ".join(run.converted["modules"])) if run.converted else (None, None)
             for run in side.finished
         )
-        rows += [[side.label, count, *words] for words, count in told.items()]
+        rows += [[side.label, count, *words] for words, count in counts.items()]
     yield Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
 
 
@@ -387,19 +387,19 @@ def _machines(judged: Report) -> dict[str, str]:
     """Software and hardware of our runs; nothing where none is ours."""
     runs = judged.finished
 
-    def told(value: Callable[[Environment], str]) -> str:
+    def of_runs(value: Callable[[Environment], str]) -> str:
         return spread((value(run.environment) or "none") if run.environment else "unknown" for run in runs)
 
     if not runs:
         return {}
-    versions = {name: told(lambda one: one.versions.get(name, "")) for name in VERSIONS_SHOWN}  # noqa: B023 - asked now
+    versions = {name: of_runs(lambda one: one.versions.get(name, "")) for name in VERSIONS_SHOWN}  # noqa: B023 - asked now
     installed = [f"{name} {version}" for name, version in versions.items() if version != "none"]
     return {
-        "moelab": told(lambda one: one.moelab + (f", commit {one.git_commit}" if one.git_commit else "")),
-        "Software": "; ".join([f"Python {told(lambda one: one.python)}", *installed]),
-        "Hardware": told(lambda one: one.machine),
-        "Memory": told(lambda found: f"{found.memory_gib} GiB"),
-        "System": told(lambda one: one.platform),
+        "moelab": of_runs(lambda one: one.moelab + (f", commit {one.git_commit}" if one.git_commit else "")),
+        "Software": "; ".join([f"Python {of_runs(lambda one: one.python)}", *installed]),
+        "Hardware": of_runs(lambda one: one.machine),
+        "Memory": of_runs(lambda one: f"{one.memory_gib} GiB"),
+        "System": of_runs(lambda one: one.platform),
     }
 
 

@@ -177,9 +177,9 @@ class Report:
             words = machine_differences(side, first)
             if self.study is not None and side.experiment is not None and first.experiment is not None:
                 settings = differing_settings(side.experiment, first.experiment)
-                words = [*(told for name, told in settings.items() if name not in NOT_FOR_SPEED), *words]
+                words = [*(fact for name, fact in settings.items() if name not in NOT_FOR_SPEED), *words]
                 # One arm of native and emulated kernels has no speed of its own.
-                words += [told for one in (side, first) for told in mixed_facts(one.finished, kernel_facts)]
+                words += [fact for one in (side, first) for fact in mixed_facts(one.finished, kernel_facts)]
                 if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
                     words.append("one of the arms has no run whose machine and kernels are known")
                 # NVFP4 only has numerics here: its kernels are emulated on every machine.
@@ -354,10 +354,10 @@ class Report:
             return "There is nothing to compare with."
         if self.on_cpu:
             return "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
-        told = [self._speed_words(side) for side in self.measured_speeds]
+        findings = [self._speed_words(side) for side in self.measured_speeds]
         if emulated := [side for side in self.sides if side.emulated]:
-            told.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
-        return _joined(told)
+            findings.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
+        return _joined(findings)
 
     def _unclaimed(self, label: str) -> str:
         return f"no gain of {over(label, self.reference.label)} is claimed: {self.no_gain[label]}"
@@ -384,10 +384,10 @@ class Report:
         if self.study is not None and not self.verdicts:
             which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
             return f"Not known: {which} finished."
-        told: dict[str, list[str]] = {}  # arms of one answer share its word
+        by_answer: dict[str, list[str]] = {}  # arms of one answer share its word
         for verdict in self.verdicts:
-            told.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
-        answers = [f"{answer}: {_joined(words)}" for answer, words in told.items()]
+            by_answer.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
+        answers = [f"{answer}: {_joined(words)}" for answer, words in by_answer.items()]
         single = [one for one in self.differences if one.judged is None] if self.study is None else []
         if single:
             answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
@@ -588,9 +588,9 @@ def span_of(values: Iterable[int]) -> str:
     return " to ".join(dict.fromkeys(f"{end:,}" for end in (min(known), max(known))))
 
 
-def _joined(told: Sequence[str]) -> str:
+def _joined(findings: Sequence[str]) -> str:
     """A few findings as one sentence; of more than four, how many follow."""
-    shown = [*told[:4], *([f"and {len(told) - 4} more below"] if len(told) > 4 else [])]
+    shown = [*findings[:4], *([f"and {len(findings) - 4} more below"] if len(findings) > 4 else [])]
     words = f"{'; '.join(shown)}."
     # A label that comes first keeps its own case.
     return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words

@@ -254,8 +254,8 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         if not any(len(run.rows) for run in collected):
             raise BadInput("; ".join(run.status.reason or "" for run in collected) or "no step was logged")
     except BadInput as error:
-        told = str(error).removeprefix(f"{path}: ").rstrip(".")
-        raise BadInput(f"{path} cannot be compared: {told}; give {VALID}") from error
+        reason = str(error).removeprefix(f"{path}: ").rstrip(".")
+        raise BadInput(f"{path} cannot be compared: {reason}; give {VALID}") from error
     settings = settings_of(path, len(collected))
     for run in collected:
         yield Side(label=_short(run.run), attempted=(run,), settings=settings)

@@ -14,16 +14,7 @@ import plotly.graph_objects as go
 from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.projection.gemm import Rates, gain, grouped_parts
-from moelab.projection.gemm_fit import (
-    GOAL,
-    ExpertWork,
-    Fit,
-    break_even,
-    estimate,
-    expert_work,
-    fit_b200,
-    fit_h100,
-)
+from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.viz.draw import write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, labelled_control

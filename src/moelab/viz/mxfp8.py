@@ -36,12 +36,12 @@ _METHODS = {
 }
 """Colour and marker of a method; FP8 by rows and MXFP8 often coincide, so one is drawn inside the other."""
 _SCALINGS = {
-    "floor": ("#0072B2", "solid", "circle"),
-    "even": ("#009E73", "dot", "diamond"),
-    "ceil": ("#E69F00", "solid", "square-open"),
-    "rceil": ("#D55E00", "dash", "x"),
+    "floor": ("#0072B2", "solid"),
+    "even": ("#009E73", "dot"),
+    "ceil": ("#E69F00", "solid"),
+    "rceil": ("#D55E00", "dash"),
 }
-"""Colour, dash and marker of a scaling."""
+"""Colour and dash of a scaling."""
 ROUNDING = 1 / 17
 """Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
 
@@ -105,7 +105,7 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
         height=380,
     )
     for name, each in sorted(errors.items()):
-        color, dash, _ = _SCALINGS[name]
+        color, dash = _SCALINGS[name]
         figure.add_scatter(
             x=amax,
             y=[round(100 * error, 3) for error in each],
