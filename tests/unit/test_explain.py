@@ -388,7 +388,7 @@ def collective(order: int, start: float, end: float) -> Event:
 def test_the_rank_that_waits_least_is_late_and_a_bad_file_hides_no_rank(tmp_path: Path) -> None:
     (tmp_path / "rank2_trace.json").write_text("no JSON")
     write(tmp_path / "rank0_trace.json", [collective(1, 0, 50), collective(2, 100, 150)], distributedInfo={"rank": 0})
-    late = [collective(1, 40, 50), collective(2, 140, 150)]
+    late = [collective(0, 10, 15), collective(1, 40, 50), collective(2, 140, 150)]  # the first is not in rank 0's trace
     write(tmp_path / "rank1_trace.json.gz", late, distributedInfo={"rank": 1})
     found = explain([tmp_path])
     assert found.rank == 0
