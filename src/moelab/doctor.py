@@ -12,7 +12,7 @@ from typing import Any
 
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import read_hardware
-from moelab.finding import Finding, Severity, any_error
+from moelab.finding import Finding, Severity, any_error, as_text
 from moelab.hardware import architecture, cluster_of, has_native_mxfp8, known_gpu
 from moelab.health.deepep import examine_environment
 from moelab.health.node import check_gpus, read_gpus
@@ -74,20 +74,15 @@ class Examination:
 
     def as_text(self) -> str:
         """For a person."""
-        lines = ["This machine", *(line for one in self.findings for line in one.as_lines())]
-        lines += ["", "DeepEP and what it needs", *(line for one in self.deepep for line in one.as_lines())]
-        lines += ["", "Arms of a study (nano model)"]
-        for arm in self.arms:
-            lines.append(f"  {'ok ' if not arm.reason else '-- '} {arm.name}: {arm.reason or arm.kernels}")
-        return "\n".join(lines)
+        arms = [f"  {'-- ' if arm.reason else 'ok '} {arm.name}: {arm.reason or arm.kernels}" for arm in self.arms]
+        findings = as_text({"This machine": self.findings, "DeepEP and what it needs": self.deepep})
+        return "\n".join([findings, "", "Arms of a study (nano model)", *arms])
 
 
 def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     """Look at hardware, packages and tools. Loads neither torch nor plotly.
 
-    Args:
-        hardware: profile, or file of one's own, that the network is compared with, such as ``b200_x256``.
-        smoke: start two ranks that send tokens to experts and back, which takes seconds to minutes.
+    The network is compared with the hardware's profile, or file of one's own. The smoke test takes seconds to minutes.
 
     Raises:
         BadInput: if there is no such profile.

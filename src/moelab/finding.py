@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -64,6 +64,12 @@ def known_faults() -> dict[str, dict[str, str]]:
     """The table of faults, by key."""
     content: dict[str, dict[str, str]] = read_yaml("faults.yaml")
     return content
+
+
+def as_text(groups: Mapping[str, Iterable[Finding]]) -> str:
+    """Findings under their titles, for a person; a group without any is left out."""
+    shown = {title: [line for one in group for line in one.as_lines()] for title, group in groups.items()}
+    return "\n\n".join("\n".join([title, *lines]) for title, lines in shown.items() if lines)
 
 
 def any_error(findings: Iterable[Finding]) -> bool:

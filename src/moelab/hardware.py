@@ -99,6 +99,7 @@ class Node:
         """
         most = max(1, self.domain // max(gpus_per_node, self.gpus))
         sizes = [taken * gpus_per_node for taken in range(1, min(nodes, most) + 1) if nodes % taken == 0]
+        # Whole groups in a domain; else whole domains in a group, which then crosses the network evenly.
         whole = [size for size in sizes if size % ep == 0] or [size for size in sizes if ep % size == 0]
         return max(whole or sizes)
 

@@ -247,7 +247,7 @@ def _rows_and_break_even(job: Job, calibration: Calibration) -> str:
         even = "8 bits save no time at any number of rows on this GPU"
     else:
         while most / least > BREAK_EVEN_STEP:
-            middle = math.sqrt(least * most)
+            middle = math.sqrt(least * most)  # of their logarithms: rows span four powers of ten
             least, most = (least, middle) if saves(middle) else (middle, most)
         even = f"break-even is {most * rows_of_token:,.0f}"
     return f"your experts multiply M = {tokens * rows_of_token:,.0f} rows at a time on each GPU; {even}"

@@ -63,7 +63,7 @@ def cluster_like(gpu: str, *, nodes: int, network_gb_s: float | None = None) -> 
 
 def on(gpu: str, experiment: Experiment, **changes: Any) -> Experiment:
     """An experiment on a kind of GPU; its 8-bit format is the one that the GPU's tensor cores have."""
-    fields = {**experiment.model_dump(), **changes, "hardware": PROFILES[gpu]}
+    fields = {**experiment.model_dump(), **changes, "hardware": PROFILES[gpu]}  # validated: a copy would not be
     native = has_native_mxfp8(cluster_of(PROFILES[gpu]).node.gpu.capability)
     if fields["precision"] != Precision.BF16:
         fields |= {"precision": "mxfp8" if native else "fp8", "wgrad": "mxfp8", "mxfp8_kernels": "auto"}

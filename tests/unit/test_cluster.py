@@ -31,19 +31,12 @@ def test_the_published_cluster_has_the_published_settings_each_with_its_source()
     assert "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1" in cluster.sources["NCCL_IB_HCA"]
 
 
-def test_the_other_published_list_of_network_cards_is_one_override() -> None:
-    cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
-    cluster = read_cluster("nebius_soperator_b200", [f"variables.NCCL_IB_HCA={cards}", "partition=main"])
-    assert cluster.variables["NCCL_IB_HCA"] == cards
-    assert cluster.variables["UCX_NET_DEVICES"] == "ens7"
-    assert cluster.partition == "main"
-
-
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22}\ncontainer: {image: a.sqsh}\n")
-    cluster = read_cluster(str(file), ["container.mounts=[/data:/data]"])
-    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22"}
+    cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
+    cluster = read_cluster(str(file), ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}"])
+    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_HCA": cards}
     assert cluster.container is not None
     assert cluster.container.mounts == ("/data:/data",)
 

@@ -162,6 +162,11 @@ def test_the_curve_of_two_runs_is_one_deviation_wide_over_the_steps_of_its_windo
     assert found.differences[0].spread_nats == pytest.approx(sd)
 
 
+def test_a_clock_that_was_set_back_gives_no_step_time(tmp_path: Path) -> None:
+    (side,) = compared(log_of(tmp_path / "a.log", dict.fromkeys(range(1, 9), 8.0), step_s=-1.0)).sides
+    assert len(side.step_time_s) == 0
+
+
 def test_no_step_in_common(tmp_path: Path) -> None:
     found = compared(log_of(tmp_path / "a.log", {1: 8.0, 3: 7.0}), log_of(tmp_path / "b.log", {2: 8.0, 4: 7.0}))
     assert "no step with a loss in common" in found.as_text()

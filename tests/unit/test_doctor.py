@@ -72,8 +72,10 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(smi: Smi, capsys: pytest.Cap
     assert "Driver/library version mismatch" in one["found"]
     assert not any(arm["runs"] for arm in told["arms"])
     assert "version mismatch" in told["environment"]["gpu_problem"]
-    text = examine(smoke=True).as_text()
-    assert "Driver/library version mismatch" in text
+    examined = examine(smoke=True)
+    text = examined.as_text()
+    assert all(f"{one.name}: {one.found}" in text for one in (*examined.findings, *examined.deepep))
+    assert all(f"{arm.name}: {arm.reason}" in text for arm in examined.arms)
     assert "no GPU" not in text
     assert "GPUs: none" not in text
 

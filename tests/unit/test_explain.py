@@ -307,6 +307,18 @@ def test_what_the_host_does_long_after_a_wait_is_not_the_waits(tmp_path: Path) -
     assert found.gaps[0].where == "enumerate(DataLoader)#_It.__next__"
 
 
+def test_a_wait_explains_later_gaps_until_a_kernel_queues_again(tmp_path: Path) -> None:
+    events = [
+        *(launch(0, 1), kernel(GEMM, 10, 100, call=1), launch(20, 90, name="cudaStreamSynchronize", end=105)),
+        *(launch(110, 2), kernel(GEMM, 116, 130, call=2)),
+        *(launch(140, 3), kernel(GEMM, 146, 300, call=3)),  # a gap that began after the wait had ended
+        *(launch(147, 4), kernel(GEMM, 300, 310, call=4)),  # queued
+        *(launch(320, 5), kernel(GEMM, 326, 330, call=5)),
+    ]
+    causes_us = {cause: round(1e3 * ms) for cause, ms in explained(tmp_path, events).idle_by_cause_ms.items()}
+    assert causes_us == {"waiting for a synchronisation": 30, "host behind": 15, "between kernels": 3}
+
+
 def test_without_correlation_nothing_is_guessed(tmp_path: Path) -> None:
     found = explained(tmp_path, [kernel(GEMM, 0, 10), kernel(A2A, 20, 40), launch(0, 1)])
     assert found.idle_by_cause_ms == {"unknown": pytest.approx(0.01)}
@@ -344,17 +356,21 @@ def test_passes_and_layers_are_those_of_the_operators(tmp_path: Path) -> None:
 def test_products_and_copies_are_held_against_the_gpus_peak(tmp_path: Path) -> None:
     copy = kernel("Memcpy DtoD (Device -> Device)", 2000, 3000, bytes=2_400_000_000.0)
     events = [
-        *(op("aten::mm", 0, 10, **{"Input Dims": [[4096, 8192], [8192, 2048]]}), launch(2, 1)),
+        *(op("aten::mm", 0, 10, **{"Input Dims": [[4096, 8192], [8192, 2048]]}), launch(2, 1), launch(4, 9)),
         *(op("aten::_grouped_mm", 20, 30, **{"Input Dims": [[4096, 7168], [8, 7168, 2048], [8]]}), launch(22, 2)),
         *(op("aten::mm", 40, 50), launch(42, 3)),
-        *(kernel(GEMM, 100, 300, call=1), kernel(GEMM, 300, 500, call=2), kernel(GEMM, 500, 510, call=3)),
+        *(op("aten::addmm", 60, 70, **{"Input Dims": [[1, 2048], [4096, 8192], [8192, 2048]]}), launch(62, 4)),
+        *(kernel(GEMM, 100, 250, call=1), kernel(GEMM, 250, 300, call=9)),  # one product of two kernels
+        *(kernel(GEMM, 300, 500, call=2), kernel(GEMM, 500, 510, call=3), kernel(GEMM, 510, 710, call=4)),
         copy | {"cat": "gpu_memcpy"},
     ]
     found = explained(tmp_path, events)
     of = {(one.op, one.shape): one for one in found.products}
     dense = of["aten::mm", "[4096, 8192] × [8192, 2048]"]
     assert dense.tflops == pytest.approx(2 * 4096 * 8192 * 2048 / 200e-6 / 1e12)
-    assert dense.share_of_peak == pytest.approx(dense.tflops / 989, rel=0.01)
+    assert (dense.count, dense.share_of_peak) == (1, pytest.approx(dense.tflops / 989, rel=0.01))
+    added = of["aten::addmm", "[1, 2048] × [4096, 8192] × [8192, 2048]"]
+    assert added.tflops == pytest.approx(dense.tflops)
     grouped = of["aten::_grouped_mm", "[4096, 7168] × [8, 7168, 2048] × [8]"]
     assert grouped.tflops == pytest.approx(2 * 4096 * 7168 * 2048 / 200e-6 / 1e12)
     assert of["aten::mm", None].tflops is None, "shapes were not recorded"

@@ -150,13 +150,17 @@ def test_a_check_that_ended_early_says_where() -> None:
 def test_a_throttled_gpu_and_bad_memory() -> None:
     rows = [GPU.format(gpu, f"{gpu:02X}", 1965, 0x4) for gpu in range(8)]
     assert all(one.ok for one in check_gpus(list(parse_gpus("\n".join(rows)))))
-    rows[3] = GPU.format(3, "03", 975, 0x48)
+    for gpu, bit in enumerate((0x02, 0x08, 0x20, 0x40, 0x80)):  # nvml.h: NvmlClocksEventReasons
+        rows[gpu] = GPU.format(gpu, f"{gpu:02X}", 975 if gpu == 3 else 1965, bit)
     rows[5] = rows[5].replace("55, 0,", "55, 2,")
     remapped = "00000000:05:00.0, Yes, No\n00000000:06:00.0, 0, 1\n"
     found = list(check_gpus(list(parse_gpus("\n".join(rows), remapped))))
     assert [(one.name, one.severity, one.found) for one in found if not one.ok] == [
-        ("hardware slowdown", "error", "GPU 3"),
+        ("applications clocks", "warning", "GPU 0"),
+        ("hardware slowdown", "error", "GPU 1"),
+        ("software thermal slowdown", "warning", "GPU 2"),
         ("hardware thermal slowdown", "error", "GPU 3"),
+        ("hardware power brake", "error", "GPU 4"),
         ("GPU clock", "warning", "GPU 3 975 MHz; median 1965 MHz"),
         ("ECC errors", "error", "GPU 5: 2 uncorrected"),
         ("row remapping", "error", "GPU 6: failed"),

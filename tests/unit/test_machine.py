@@ -62,7 +62,7 @@ def test_gpus_are_read_from_nvidia_smi(smi: Smi, tmp_path: Path) -> None:
         ("Tesla K80, [Not Supported], 470.1, [Not Supported]", ("Tesla K80", None, None)),
         ("NVIDIA A100-SXM4-40GB, 8.0, 550.54.15, [Insufficient Permissions]", ("NVIDIA A100-SXM4-40GB", 8.0, None)),
         ("Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559", ("Acme, Inc. Model 9, rev. 2", 9.0, 81_559)),
-        ("NVIDIA H200, 9,0, 570.1, 143.771", ("NVIDIA H200", 9.0, 143_771)),  # numbers of another language
+        ("NVIDIA B300, 10,3, 580.1, 143.771", ("NVIDIA B300", 10.3, 143_771)),  # numbers of another language
         ("NVIDIA H200, 9.0, 570.1, 143,771 MiB", ("NVIDIA H200", 9.0, 143_771)),
         ("Orin (nvgpu), [N/A], 540.4.0, [Not Supported]\r", ("Orin (nvgpu)", None, None)),
     ],

@@ -293,7 +293,9 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     found = json.loads(capsys.readouterr().out)["here"]
     assert "sbatch is not on PATH" in next(one for one in found if one["name"] == "Slurm")["found"]
     assert main(["doctor", "--cluster=slurm_generic", runs, "--nodes"]) == 1
-    assert "srun is not on PATH" in capsys.readouterr().out
+    here, nodes = capsys.readouterr().out.split("\n\n")
+    assert (here.splitlines()[0], nodes.splitlines()[0]) == ("This machine and Slurm", "The nodes")
+    assert "srun is not on PATH" in nodes
     file = tmp_path / "study.yaml"
     file.write_text(yaml.safe_dump({"gpus_per_node": 8, "ep": 3}))
     assert main(["doctor", "--cluster=slurm_generic", f"--file={file}", runs]) == 3

@@ -292,8 +292,10 @@ def test_any_text_is_refused_or_arrives_as_it_is(name: str, value: str) -> None:
 
 
 def test_what_no_job_can_have_is_refused_by_name() -> None:
-    with pytest.raises(BadInput, match="folder of the runs"):
-        spec(profile(), runs=(Path("/home/me/my runs/a"),))
+    bad = {"name": "a b", "comment": "a b", "dependency": "singleton", "runs": (Path("/home/me/my runs/a"),)}
+    for field, value in bad.items():
+        with pytest.raises(BadInput, match=f"^(folder of the )?{field}: got "):
+            spec(profile(), **{field: value})
     with pytest.raises(Refused, match="use `moelab run`"):
         spec(read_cluster("local"))
 

@@ -117,7 +117,8 @@ def test_the_end_of_a_script_is_read_alike_in_all_forms(code: int, signal: int) 
         {"return_code": code, "signal": {"signal_id": signal, "name": "X"}} if signal else {"return_code": code},
     ]
     rows = [{"job_id": one, "job_state": "FAILED", "exit_code": form} for one, form in enumerate(forms, start=1)]
-    (from_sacct,) = parse_sacct(f"1|1|FAILED|{code}:{signal}")
+    (from_sacct,) = parse_sacct(f"1|7|FAILED|{code}:{signal}")
+    assert from_sacct.raw_id == "7"
     found = [job.exit_code for job in parse_squeue(json.dumps({"jobs": rows}))]
     assert found == [from_sacct.exit_code] * 4 == [-signal if signal else code] * 4
 

@@ -200,6 +200,7 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
     assert "Throughput" in captions
     faster, _, _ = summary_of(study.parents[1], gpu="NVIDIA H100", kernels="emulated").values()
     assert faster.startswith("Not measured for MXFP8 + standard all-to-all: emulated kernels are slower")
+    assert judge_study(study, reference="mxfp8_standard").summary["Faster?"] == faster
     page = html.unescape(report_of(study))
     places = [page.index(words) for words in ("Faster?", "What differs between", 'id="figures"', 'id="verdicts"')]
     assert places == sorted(places)

@@ -12,7 +12,7 @@ import pytest
 
 from moelab.errors import BadInput
 from moelab.runs.log import read_log
-from moelab.runs.table import COLUMNS, combine, merge_segments, metrics_table, throughput_rows
+from moelab.runs.table import COLUMNS, combine, merge_segments, metrics_table, separate_runs, throughput_rows
 from moelab.runs.wandb_export import read_wandb
 
 CASES = Path(__file__).parents[1] / "cases" / "logs"
@@ -240,3 +240,11 @@ def test_file_that_is_no_wandb_export(tmp_path: Path, name: str, text: str, mess
     path.write_text(text)
     with pytest.raises(BadInput, match=message):
         read_wandb(path)
+
+
+def test_a_launch_goes_on_with_the_run_whose_loss_it_starts_from() -> None:
+    losses = {"loss": np.array([8.11, 8.0, 8.13, 6.0, 5.9, 5.8])}  # two runs of two steps, and a restart of the second
+    launches = {"segment": np.array([0, 0, 1, 1, 2, 2]), "step": np.array([1, 2, 1, 2, 3, 4]), **losses}
+    none = {name: values[:0] for name, values in launches.items()}
+    reads = separate_runs(launches, none, {}, source=Path("two.log"))
+    assert [read.columns["loss"].tolist() for read in reads] == [[8.11, 8.0], [8.13, 6.0, 5.9, 5.8]]

@@ -1,7 +1,8 @@
-"""How an arm's folder-safe name reads in a sentence, a table or a legend."""
+"""How an arm's folder-safe name, and seeds, read in a sentence, a table or a legend."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from moelab.errors import BadInput
@@ -79,6 +80,16 @@ def contrast(arm: str, other: str) -> tuple[str, str, str]:
         if first[0] == second[0]:
             return first[1], second[1], first[0]
     return arm_label(arm), arm_label(other), ""
+
+
+def seeds_words(n: int) -> str:
+    """``1 seed``, ``3 seeds``."""
+    return f"{n} seed{'' if n == 1 else 's'}"
+
+
+def seed_names(seeds: Collection[int]) -> str:
+    """``seed 1``, ``seeds 1, 4``."""
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
 
 
 def require_names(table: pd.DataFrame) -> None:

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 from statsmodels.stats.weightstats import DescrStatsW
 
-from moelab.analysis.arms import arm_label
+from moelab.analysis.arms import arm_label, seeds_words
 from moelab.errors import BadInput
 
 Array = NDArray[np.float64]
@@ -160,7 +160,7 @@ def equivalence_margin(
     cap_words = f"1 % of the mean loss of {arm_label(reference)}"
     if margin_cap_nats is not None:
         cap, cap_words = margin_cap_nats, "given"
-    n = f"n = {len(values)} seed{'' if len(values) == 1 else 's'}"
+    n = f"n = {seeds_words(len(values))}"
     # The standard deviation of identical losses is a rounding error above 0, which is no spread.
     sd = float(trimmed_sd(values)[0]) if len(values) >= MIN_SEEDS and np.ptp(values) > 0 else NAN
     if margin_nats is not None:

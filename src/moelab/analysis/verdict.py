@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from statsmodels.stats.multitest import multipletests
 
-from moelab.analysis.arms import contrast
+from moelab.analysis.arms import contrast, seed_names, seeds_words
 from moelab.analysis.equivalence import (
     MAX_SEEDS_SEARCHED,
     MIN_SEEDS,
@@ -289,11 +289,6 @@ def judge(
     return _settled_by(verdict, margin) if first == (Answer.INSUFFICIENT, "") else verdict
 
 
-def seeds_words(n: int) -> str:
-    """``1 seed``, ``3 seeds``."""
-    return f"{n} seed{'' if n == 1 else 's'}"
-
-
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     """Holm's correction over the arms of one study: with more arms, a chance *different* is more likely.
 
@@ -371,8 +366,7 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
     if lost:
         yield f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss."
     if verdict.dropped_seeds:
-        names = ", ".join(str(seed) for seed in verdict.dropped_seeds)
-        yield f"Dropped from all arms as requested: seed{'s' if len(verdict.dropped_seeds) > 1 else ''} {names}."
+        yield f"Dropped from all arms as requested: {seed_names(verdict.dropped_seeds)}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
         yield (
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
@@ -382,11 +376,11 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
 
 def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> list[str]:
     """``seeds 1, 4: loss is nan at step 12`` and ``seed 3: …``: seeds of one reason together."""
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[int]] = {}
     for seed in sorted(seeds):
         if seed in reasons:
-            groups.setdefault(reasons[seed], []).append(str(seed))
-    return [f"seed{'s' if len(own) > 1 else ''} {', '.join(own)}: {why}" for why, own in groups.items()]
+            groups.setdefault(reasons[seed], []).append(seed)
+    return [f"{seed_names(own)}: {why}" for why, own in groups.items()]
 
 
 def _settled_by(verdict: Verdict, margin: Margin) -> Verdict:

@@ -277,15 +277,11 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     def part(name: str) -> Predict:
         return lambda calibration: step_parts_s(job, calibration)[name]
 
-    def passes(*names: str) -> Predict:
-        rows = [PASS_INDEX[name] for name in names]  # type: ignore[index]
+    # Of the stages alone: no bubble, and nothing that comes once a step.
+    def in_stages(part: str, *passes: str) -> Predict:
+        rows = [PASS_INDEX[name] for name in passes or PASS_INDEX]  # type: ignore[index]
         return lambda calibration: job.microbatches * float(
-            sum(one[rows, INDEX["attention"]].sum() for one in stage_times(job, module_times(job, calibration)))
-        )
-
-    def of_layers(calibration: Calibration) -> float:
-        return job.microbatches * float(
-            sum(one[:, INDEX["host and waiting"]].sum() for one in stage_times(job, module_times(job, calibration)))
+            sum(one[rows, INDEX[part]].sum() for one in stage_times(job, module_times(job, calibration)))
         )
 
     # DeepEP brings rows into order itself, so there is hardly a copy of which the rate could be read off
@@ -295,13 +291,13 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
         (f"{kind}_gemm", measured.get("other GEMMs", 0.0), part("other GEMMs")),
         (f"{kind}_low" if low else f"{kind}_grouped", measured.get("expert GEMMs", 0.0), part("expert GEMMs")),
         ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) * per_step,
-         passes("forward", "recompute")),
-        ("flex_backward", attention.get("backward", 0.0) * per_step, passes("dgrad", "wgrad")),
+         in_stages("attention", "forward", "recompute")),
+        ("flex_backward", attention.get("backward", 0.0) * per_step, in_stages("attention", "dgrad", "wgrad")),
         (cast, measured.get("quantisation", 0.0), part("quantisation")),
         (exchange, measured.get("all-to-all", 0.0), part("all-to-all")),
         ("nccl_ring", measured.get("FSDP collectives", 0.0), part("FSDP collectives")),
         ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
         ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),
-        ("sync_s", explanation.idle_in_layers_ms * per_step, of_layers),
+        ("sync_s", explanation.idle_in_layers_ms * per_step, in_stages("host and waiting")),
         ("step_s", measured["host and waiting"], part("host and waiting")),
     ]  # fmt: skip

@@ -178,15 +178,9 @@ def _yes(cell: str) -> bool | None:
 
 
 def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int = 1) -> dict[str, Any]:
-    """Examine this node.
+    """What :func:`moelab.health.preflight.compare` reads about this node, one of so many.
 
-    Args:
-        writes: folder that runs or checkpoints go to.
-        sees: files and folders that every node must see.
-        nodes: of the job; several need more for DeepEP.
-
-    Returns:
-        What :func:`moelab.health.preflight.compare` reads; ``time`` is taken last.
+    Runs or checkpoints are written to the folder ``writes``; every node must see the files and folders of ``sees``.
     """
     machine, problem = this_machine(), gpu_problem()
     devices = () if problem else gpus()

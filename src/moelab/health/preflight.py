@@ -21,7 +21,7 @@ from typing import Any
 
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
-from moelab.finding import Finding, any_error, fault
+from moelab.finding import Finding, any_error, as_text, fault
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.requirements import check_data, check_plans, check_room
@@ -68,9 +68,7 @@ class Preflight:
 
     def as_text(self) -> str:
         """For a person."""
-        groups = {title: getattr(self, group) for group, title in TITLES.items()}
-        shown = {title: [line for one in group for line in one.as_lines()] for title, group in groups.items()}
-        return "\n\n".join("\n".join([title, *lines]) for title, lines in shown.items() if lines)
+        return as_text({title: getattr(self, group) for group, title in TITLES.items()})
 
 
 def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:

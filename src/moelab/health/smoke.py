@@ -51,11 +51,7 @@ def smoke_test(
 ) -> Finding:
     """Run two ranks and report what happened to them.
 
-    Args:
-        machine: where to look for DeepEP; this one by default.
-        gpu_count: GPUs to assume; nvidia-smi's by default.
-        program: of one rank; its arguments are the rank, the number of ranks, a folder, and ``cuda`` or ``cpu``.
-        timeout_s: after which the ranks are killed.
+    The program of a rank is given the rank, the number of ranks, a folder, and ``cuda`` or ``cpu``.
 
     Returns:
         One finding: ``ok`` if DeepEP moved tokens correctly, ``note`` if only gloo did, else an ``error``.

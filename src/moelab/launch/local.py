@@ -75,13 +75,7 @@ class StudyRun:
 
 
 def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", say: Say = say_on_stderr) -> StudyRun:
-    """Train what a study still lacks, on this machine.
-
-    Args:
-        study: its experiments run in order.
-        runs: the folder that holds all studies.
-        on_failure: whether to continue with the next experiment after one failed.
-        say: receives lines of progress.
+    """Train what a study still lacks, on this machine and in the study's order; lines of progress go to ``say``.
 
     Raises:
         Refused: before anything is started, if this machine cannot run one of the experiments, another process is

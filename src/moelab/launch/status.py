@@ -276,19 +276,11 @@ def follow(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> StudyFollower:
-    """Show the runs at a path until all have ended.
+    """Show the runs at a path until all have ended; a terminal is redrawn in place.
 
-    Args:
-        path: a run, a study, or the folder of all studies; it may appear later.
-        stream: where the view goes; a terminal is redrawn in place.
-        ask: updates the ``status.json`` of runs from their scheduler.
-        interval_s: seconds between two looks.
-        quiet_s: seconds to wait for new runs after the last one has ended; if all had ended before, none.
-        sleep: waits for a number of seconds.
-        clock: monotonic seconds.
-
-    Returns:
-        The follower, with all that was read.
+    The path is that of a run, a study or the folder of all studies, and may appear later. ``ask`` updates the
+    ``status.json`` of runs from their scheduler. After the last run has ended, new ones are waited for ``quiet_s``
+    seconds; not at all, if all had ended before.
 
     Raises:
         KeyboardInterrupt: on Ctrl-C, which does nothing to the runs.

@@ -229,8 +229,8 @@ def estimate(
         moe=layer_costs(shape, moe=True, degrees=degrees, work=work, mode=mode),
         embedding=module_held(shape, EMBEDDING, degrees),
         head=module_held(shape, HEAD, degrees),
+        buffer=dispatch_buffer(experiment, layout, shape, work),
     )
-    buffer = dispatch_buffer(experiment, layout, shape, work)
     # Ranks between the first and the last hold the same modules: what follows from these alone is found once.
     weights: dict[tuple[StageModules, ...], RankWeights] = {}
     by_stage = []
@@ -238,8 +238,8 @@ def estimate(
         modules = tuple(stage_modules(layout.stages[number], shape.n_dense_layers) for number in numbers)
         if modules not in weights:
             weights[modules] = run.weights(modules)
-        by_stage.append(_stage_memory(run, rank, modules, weights[modules], buffer, constants))
-    return MemoryEstimate(by_stage=tuple(by_stage), capacity_gib=float(gpu.memory_gib or math.nan), buffer=buffer)
+        by_stage.append(run.of_rank(rank, modules, weights[modules], constants))
+    return MemoryEstimate(by_stage=tuple(by_stage), capacity_gib=float(gpu.memory_gib or math.nan), buffer=run.buffer)
 
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
@@ -286,40 +286,6 @@ class RankWeights(NamedTuple):
     pools: float
 
 
-def _stage_memory(
-    run: Moments,
-    rank: int,
-    modules: tuple[StageModules, ...],
-    weights: RankWeights,
-    buffer: DispatchBuffer | None,
-    constants: MemoryConstants,
-) -> StageMemory:
-    """The fullest moment of one pipeline rank."""
-    numbers, last = run.layout.stages_of_rank[rank], len(run.layout.stages) - 1
-    sizes: Parts = dict.fromkeys(PARTS, 0.0)
-    moments = run.pipeline(rank, modules, weights) if run.layout.pp > 1 else run.single(modules[0])
-    moment, parts = max(moments, key=lambda candidate: sum(candidate[1].values()))
-    sizes |= parts
-    sizes["parameters"] = float(FP32 * weights.local)
-    sizes["optimizer states"] = float(2 * FP32 * weights.local)
-    sizes["gradients"] = float(FP32 * weights.local)
-    # A pipeline rank receives into one buffer for each micro-batch and direction.
-    directions = sum((number > 0) + (number < last) for number in numbers)
-    received = float(directions * run.layout.microbatches * BF16 * run.work.residual * run.shape.dim)
-    sizes["communication buffers"] = weights.pools + received
-    # Of what the allocator has; what follows lies outside of it.
-    sizes["fragmentation"] = (constants.fragmentation.value - 1) * sum(sizes.values())
-    if buffer and any(stage.moe_layers for stage in modules):
-        sizes["dispatch buffers"] = float(buffer.size_bytes)
-    degrees = (run.degrees.dp_replicate, run.degrees.fsdp, run.degrees.tp, run.degrees.ep, run.layout.pp)
-    groups = sum(degree > 1 for degree in degrees)
-    outside_gib = constants.context_gib.value + groups * constants.communicator_gib.value
-    sizes["CUDA and NCCL"] = GIB * outside_gib
-    return StageMemory(
-        rank=rank, stages=numbers, moment=moment, parts={name: value / GIB for name, value in sizes.items()}
-    )
-
-
 @dataclass(frozen=True)
 class Moments:
     """The moments of a step on the main stream, from what all pipeline ranks share."""
@@ -334,6 +300,35 @@ class Moments:
     moe: LayerCosts
     embedding: Held
     head: Held
+    buffer: DispatchBuffer | None
+
+    def of_rank(
+        self, rank: int, modules: tuple[StageModules, ...], weights: RankWeights, constants: MemoryConstants
+    ) -> StageMemory:
+        """The fullest moment of one pipeline rank."""
+        numbers, last = self.layout.stages_of_rank[rank], len(self.layout.stages) - 1
+        sizes: Parts = dict.fromkeys(PARTS, 0.0)
+        moments = self.pipeline(rank, modules, weights) if self.layout.pp > 1 else self.single(modules[0])
+        moment, parts = max(moments, key=lambda candidate: sum(candidate[1].values()))
+        sizes |= parts
+        sizes["parameters"] = float(FP32 * weights.local)
+        sizes["optimizer states"] = float(2 * FP32 * weights.local)
+        sizes["gradients"] = float(FP32 * weights.local)
+        # A pipeline rank receives into one buffer for each micro-batch and direction.
+        directions = sum((number > 0) + (number < last) for number in numbers)
+        received = float(directions * self.layout.microbatches * BF16 * self.work.residual * self.shape.dim)
+        sizes["communication buffers"] = weights.pools + received
+        # Of what the allocator has; what follows lies outside of it.
+        sizes["fragmentation"] = (constants.fragmentation.value - 1) * sum(sizes.values())
+        if self.buffer and any(stage.moe_layers for stage in modules):
+            sizes["dispatch buffers"] = float(self.buffer.size_bytes)
+        degrees = (self.degrees.dp_replicate, self.degrees.fsdp, self.degrees.tp, self.degrees.ep, self.layout.pp)
+        groups = sum(degree > 1 for degree in degrees)
+        outside_gib = constants.context_gib.value + groups * constants.communicator_gib.value
+        sizes["CUDA and NCCL"] = GIB * outside_gib
+        return StageMemory(
+            rank=rank, stages=numbers, moment=moment, parts={name: value / GIB for name, value in sizes.items()}
+        )
 
     def weights(self, modules: tuple[StageModules, ...]) -> RankWeights:
         """What a pipeline rank holds of its parameters, and what gathering and reducing them needs.

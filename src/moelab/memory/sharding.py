@@ -79,6 +79,7 @@ def local_numel(shape: ModelShape, layout: Layout, rank: int) -> int:
     """Elements of all parameters that a global rank holds, as TorchTitan's sharded model has them."""
     at = coordinates(layout, rank)
     fsdp = at["dp_shard"] * layout.cp + at["cp"]
+    # Without expert parallelism there is no expert mesh, and no such coordinates.
     where = Coordinates(tp=at["tp"], fsdp=fsdp, ep=at.get("ep", 0), efsdp=at.get("efsdp", 0))
     stages = [stage_modules(layout.stages[stage], shape.n_dense_layers) for stage in layout.stages_of_rank[at["pp"]]]
     return sum(held(shape, modules, degrees_of(layout), where).local for modules in stages)

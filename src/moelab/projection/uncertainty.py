@@ -109,7 +109,7 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
         shared = np.exp(random.normal(0, spread))  # a factor: no part can take less than no time
         apart = np.where(differs, np.exp(random.normal(0, spread)), shared)
         drawn_one, drawn_other = log_speeds(drawn(calibration, random), (apart, shared))
-        logs.append(drawn_one - drawn_other)
+        logs.append(drawn_one - drawn_other)  # what both sides err alike cancels
     width = 1.645 * float(np.std(logs)) * (OUTSIDE_FACTOR if extrapolated else 1.0)
     low, value, high = (100 * (math.exp(one - other + side) - 1) for side in (-width, 0.0, width))
     return Estimate(value=value, low=low, high=high)

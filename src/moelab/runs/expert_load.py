@@ -156,9 +156,7 @@ def expert_load(file: Path) -> ExpertLoad | None:
 def routers_load(path: Path, experts: int) -> tuple[ExpertLoad, RunDir | None]:
     """The load that a router gave to experts, and the run that it is of, unless the file is elsewhere by now.
 
-    Args:
-        path: a run with learned routing, or its ``expert_load.parquet``, wherever that is now.
-        experts: that its layers have to have.
+    The path is that of a run with learned routing, or its ``expert_load.parquet``, wherever that is now.
 
     Raises:
         BadInput: if nothing was recorded there, experts were not chosen by a router, or there are others.
@@ -205,9 +203,7 @@ def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
     busiest rank of any layer at any recorded step. The load is of all data-parallel ranks together: that of a single
     expert-parallel group can be more uneven.
 
-    Args:
-        path: as for :func:`routers_load`.
-        experiment: that is planned; the load is shared out over its ``ep`` ranks.
+    The experiment is the one that is planned; the load is shared out over its ``ep`` ranks.
 
     Raises:
         BadInput: as :func:`routers_load`, and if this experiment's routing is not learned.

@@ -94,12 +94,7 @@ class Settings:
 
 
 def settings_of(path: Path, runs: int = 1) -> Settings:
-    """What can be read of the configuration of a source from elsewhere.
-
-    Args:
-        path: a TorchTitan log, a TensorBoard folder or a W&B export, as :func:`moelab.runs.collect.collect` takes it.
-        runs: how many runs it holds; one configuration cannot be told apart for several.
-    """
+    """What can be read of the configuration of a source from elsewhere; nothing of several runs that share one."""
     if path.is_file() and runs == 1 and (of_log := next(launch_settings(path), {})):
         return Settings(values=of_log, source="its log")
     config = _config_beside(path)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.arms import PRECISIONS, contrast
+from moelab.analysis.arms import PRECISIONS, contrast, seed_names, seeds_words
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
     Difference,
@@ -32,7 +32,7 @@ from moelab.analysis.compare_runs import (
 from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, over
-from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms, seeds_words
+from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
@@ -305,13 +305,12 @@ class Report:
             ended = [run for side in unnamed for run in side.attempted]
             left_out = left_out_words([*map(NotJudged.of, ended), *self.not_judged])
             others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
-        names = ", ".join(str(seed) for seed in sorted(self.dropped_seeds))
-        plural = "s" if len(self.dropped_seeds) > 1 else ""
+        dropped = f"dropped from every {self._kind}, as requested: {seed_names(self.dropped_seeds)}"
         return [
             *unjudged,
             *self.grad_norm_notes,
             *(f"left out: {words}" for words in left_out),
-            *([f"dropped from every {self._kind}, as requested: seed{plural} {names}"] if names else []),
+            *([dropped] if self.dropped_seeds else []),
             *others,
             *filter(None, [self.speed_note]),
             *(

@@ -15,7 +15,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from moelab.analysis.arms import arm_label
+from moelab.analysis.arms import arm_label, seed_names
 from moelab.analysis.compare_runs import differing_fields, differing_settings
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import Doubtful
@@ -240,9 +240,7 @@ def left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
         own = seeds.setdefault((arm_label(one.arm) if known else one.run, one.reason), [])
         own += [one.seed] if known and one.seed is not None else []
     return [
-        ", ".join([name, *([f"seed{'s' if len(own) > 1 else ''} {', '.join(map(str, sorted(own)))}"] if own else [])])
-        + f": {reason}"
-        for (name, reason), own in seeds.items()
+        f"{name}, {seed_names(own)}: {reason}" if own else f"{name}: {reason}" for (name, reason), own in seeds.items()
     ]
 
 
