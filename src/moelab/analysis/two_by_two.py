@@ -6,7 +6,7 @@ checkpointing: full checkpointing pays each exchange of the forward pass twice, 
 *Stock's best* is its fastest checkpointing, and the goals are about that. An arm runs in several passes, the arms
 taking turns, and its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is
 pooled over them: tokens/s are those of an arm's campaign of most passes, a ratio is formed in each campaign and
-averaged, weighted by steps. Rows of another ``code`` are another result: moelab's arms under one name were faster in it.
+averaged, weighted by steps. Rows of another ``code`` are another result: moelab's arms under one name were faster.
 
 Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
