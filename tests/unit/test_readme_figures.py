@@ -116,9 +116,16 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
         says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
 
 
-def test_fp8_experts_in_one_pass() -> None:
+def of_campaign(campaign: str, checkpointing: str = "selective") -> list[dict[str, Any]]:
     rows = [row for row in load_measured(TWO_BY_TWO).rows if row.get("code") == CODE]
-    assert {row["order"] for row in rows} == {0}, "README says that it is one pass"
+    wanted = (f"2026-11-{campaign}", checkpointing)
+    return [row for row in rows if (row["campaign"], row["activation_checkpoint"]) == wanted]
+
+
+def test_fp8_experts_in_one_pass() -> None:
+    rows, earlier = of_campaign("29T12:47"), of_campaign("28T23:10")
+    assert ({row["order"] for row in rows}, {row["order"] for row in earlier}) == ({0, 1}, {0})
+    assert {row["steps"] for row in rows} == {8}
     arms = [f"{BEST}_flex_tiles", f"{BEST.replace('_dispatch', '_wgrad-fp8_dispatch')}_flex_tiles"]
     results = arm_results(rows)
     assert {one.stock for one in results} == {STOCK[1]}
@@ -128,8 +135,11 @@ def test_fp8_experts_in_one_pass() -> None:
         whole[shape] = [both_routings(found, arm) for arm in arms]
         cells = [speeds(both_routings(found, STOCK[1])), *(f"{speeds(arm)}: {ratios(arm)}" for arm in whole[shape])]
         says(f"| 671B, {moe_layers} MoE layers, 16 experts | {' | '.join(cells)} |")
-    deepest = sorted(f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1])
-    says(f"{deepest[0]} to {deepest[1]} × TorchTitan at ten MoE layers with both under selective checkpointing")
+    (deepest,) = {f"{one.ratio:.2f}" for one in whole["671B, 10 MoE layers"][1]}
+    says(f"{deepest} × TorchTitan at ten MoE layers with both under selective checkpointing")
+    gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(earlier)}
+    before = [slashed((gains[arm, routing]["ratio"] for routing in ROUTINGS), ".2f") for arm in arms]
+    says(f"a layer of the day before on another node was {before[0]} and {before[1]} ×")
     gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(rows)}
 
     def layer(arm: str, key: str, form: str = ".1f") -> str:
@@ -138,10 +148,15 @@ def test_fp8_experts_in_one_pass() -> None:
     cells = [f"{layer(arms[0], 'stock_ms')} ms"]
     cells += [f"{layer(arm, 'arm_ms')} ms: {layer(arm, 'ratio', '.2f')} ×" for arm in arms]
     says(f"| a MoE layer | {' | '.join(cells)} |")
+    full = arm_results(of_campaign("29T12:47", "full"))
+    stock, best = (
+        both_routings((one for one in full if one.shape == "671B MoE-heavy"), arm) for arm in (STOCK[1], arms[1])
+    )
+    says(f"stock {speeds(stock)} tokens/s, the arm with weight gradients in FP8 {speeds(best)}: {ratios(best)}")
 
 
 def test_memory_of_fp8_experts_in_one_pass() -> None:
-    rows = [row for row in load_measured(TWO_BY_TWO).rows if row.get("code") == CODE]
+    rows = of_campaign("29T12:47")
     reserved = {(row["arm"], DEPTHS[row["shape"]]): row["peak_reserved_gib"] for row in rows}
     fp8, wgrad, stock = f"{BEST}_flex_tiles", "fp8_deepep_wgrad-fp8_dispatch-fp8_flex_tiles", STOCK[1]
     gib = {(arm, moe): f"{reserved[arm, moe]:.1f}" for arm, moe in reserved}
@@ -269,6 +284,32 @@ def test_exchanges_alone() -> None:
         words = "its gradient" if operation.endswith("backward") else operation
         standard_ms, deepep_ms = (ms[arm, operation] for arm in ("standard bf16", "deepep bf16 expanded"))
         says(f"{words} {standard_ms:.2f} → {deepep_ms:.2f} ms")
+    rows = results_of("all_to_all_h200_november_29")["rows"]
+    today = {
+        (row["arm"], row["operation"]): row["us_median"] / 1e3 for row in rows if row["routing"] == "random_balanced"
+    }
+    largest = max(abs(today[one] / ms[one] - 1) for one in ms if one[0] in ("standard bf16", "deepep bf16 expanded"))
+    says(f"the day after on another node within {100 * largest:.0f} %")
+    swept = {
+        (row["operation"], row["sms"]): f"{row['us_median'] / 1e3:.2f}"
+        for row in results_of("all_to_all_h200_training")["rows"]
+        if row["routing"] == "random_balanced" and row["arm"].startswith("deepep bf16")
+    }
+    for operation in ("combine", "dispatch"):
+        *fewer, most = (swept[operation, sms] for sms in (12, 24, 48, 96))
+        says(f"{operation} takes {', '.join(fewer)} and {most} ms")
+
+
+def test_losses_of_fp8_arms_with_deepep() -> None:
+    found = results_of("dispatcher_losses_fp8_h200")["results"][0]
+    gaps = found["largest_difference"]
+    best, bf16_wgrad, deepep, nudged = (
+        f"{gaps[' | '.join(sorted((arm, 'standard')))]:.2f}" for arm in ("best", "best_bf16_wgrad", "deepep", "nudged")
+    )
+    says(
+        f"from the standard run by up to {best} nats, with weight gradients in BF16 by {bf16_wgrad}",
+        f"where DeepEP in BF16 drifts by {deepep} and the nudged run by {nudged}",
+    )
 
 
 def test_losses_of_the_dispatchers() -> None:
@@ -324,18 +365,36 @@ def test_losses_on_one_gpu() -> None:
         says(f"| seed {result['seed']} |{'|'.join(cells)}|".replace("-", "−"))
 
 
-def test_losses_on_a_cpu() -> None:
-    last, held_out = {}, {}
-    for verdict in results_of("convergence_cpu")["verdicts"]:
+Said = dict[str, tuple[str, ...]]
+
+
+def judged(study: str) -> tuple[Said, Said]:
+    """Difference, interval, margin and answer of each arm, in the last steps and on held-out text."""
+    last: Said = {}
+    held_out: Said = {}
+    for verdict in results_of(study)["verdicts"]:
         numbers = [verdict["difference_nats"], *verdict["interval_nats"]]
         words = [f"{number:+.4f}".replace("-", "−") for number in numbers]
         into = last if verdict["quantity"].startswith("the mean loss") else held_out
         into[verdict["arm"]] = (*words, f"±{verdict['margin_nats']:.4f}", verdict["answer"])
+    return last, held_out
+
+
+def test_losses_on_a_cpu() -> None:
     row = "{}, {} to {} | {} |"
-    for name, arm in (("MXFP8", "mxfp8_standard"), ("NVFP4", "nvfp4_standard")):
+    for study, name, arm in (
+        ("convergence_cpu", "MXFP8", "mxfp8_standard"),
+        ("convergence_cpu", "NVFP4", "nvfp4_standard"),
+        ("convergence_deepep_cpu", "MXFP8 + DeepEP", "mxfp8_deepep"),
+        ("convergence_deepep_cpu", "MXFP8 + DeepEP, MXFP8 dispatch", "mxfp8_deepep_wgrad-bf16_dispatch-mxfp8"),
+    ):
+        last, held_out = judged(study)
+        assert last[arm][-1] == held_out[arm][-1]
         says(f"| {name} | {row.format(*last[arm])} {row.format(*held_out[arm])} {held_out[arm][-1]} |")
-    difference, low, high, margin, answer = last["mxfp8_standard"]
+    difference, low, high, margin, answer = judged("convergence_cpu")[0]["mxfp8_standard"]
     says(f"With eight seeds the same study ends *{answer}*: {difference} nats, {low} to {high}, margin {margin}")
+    low, high = results_of("convergence_deepep_cpu")["verdicts"][1]["seeds_needed"]
+    says(f"what its interval lacks, {low} to {high} seeds would show")
 
 
 def test_emulation() -> None:
