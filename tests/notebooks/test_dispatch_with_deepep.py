@@ -59,8 +59,8 @@ def test_gains_are_those_that_are_named() -> None:
     assert all(0.115 < ratio - 1 < 0.145 for ratio in deepep["full"] if ratio)
     one_pass = [one for one in results if one.code == CODE and one.arm not in STOCK]
     gains = sorted(one.ratio for one in one_pass if one.ratio)
-    assert (gains[0], gains[-1]) == (pytest.approx(1.22, abs=6e-3), pytest.approx(1.36, abs=6e-3))
-    assert {one.steps for one in one_pass} == {6}
+    assert (gains[0], gains[-1]) == (pytest.approx(1.25, abs=6e-3), pytest.approx(1.36, abs=6e-3))
+    assert {one.steps for one in one_pass if len(one.passes) == 1} == {6}  # the row with an asterisk
 
 
 def test_quoted_bandwidths_on_the_wire() -> None:
