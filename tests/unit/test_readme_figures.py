@@ -126,6 +126,7 @@ def test_fp8_experts_in_one_pass() -> None:
     rows, earlier = of_campaign("29T12:47"), of_campaign("28T23:10")
     assert ({row["order"] for row in rows}, {row["order"] for row in earlier}) == ({0, 1}, {0})
     assert {row["steps"] for row in rows} == {8}
+    assert load_measured(TWO_BY_TWO).stamp.endswith(", 2026-11-28 to 2026-11-29")
     arms = [f"{BEST}_flex_tiles", f"{BEST.replace('_dispatch', '_wgrad-fp8_dispatch')}_flex_tiles"]
     results = arm_results(rows)
     assert {one.stock for one in results} == {STOCK[1]}

@@ -84,7 +84,7 @@ class Measurement:
 
     @property
     def stamp(self) -> str:
-        """Hardware and date, or that there is nothing yet and which command makes it."""
+        """Hardware and date, or the first and the last, or that there is nothing yet and which command makes it."""
         if self.content is None:
             return (
                 f"not measured yet: run `{COMMANDS[self.name]}` on {'eight' if self.name == FULL_NODE else 'two'} GPUs"
@@ -95,7 +95,10 @@ class Measurement:
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchtitan", "torchao") if packages.get(name)]
         used = self.content.get("world_size") or self.content.get("ranks") or len(names)
         hardware = f"{used} × {names[0]}" if names else str(environment.get("processor", "unknown processor"))
-        return f"measured: {hardware}, {', '.join([*versions, str(self.content.get('date', 'no date'))[:10]])}"
+        dated = [self.content, *(one for one in self.content.get("campaigns", ()) if "date" in one)]
+        first, *later = sorted({str(one.get("date", "no date"))[:10] for one in dated})
+        days = f"{first} to {later[-1]}" if later else first
+        return f"measured: {hardware}, {', '.join([*versions, days])}"
 
 
 def hardware_of(measured: Measurement) -> str:
