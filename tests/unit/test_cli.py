@@ -265,3 +265,9 @@ def test_one_bad_record_hides_no_good_one(call: Any, tmp_path: Path, monkeypatch
 def test_one_arm_of_a_study_is_submitted(call: Any, study: Path) -> None:
     done = call("submit", study, "--arm", "mxfp8_standard", "--cluster", "slurm_generic", "--dry-run")
     assert (done.code, "mxfp8_standard" in done.out, "bf16_standard" in done.out) == (0, True, False)
+
+
+def test_a_short_name_will_do_where_it_means_one_arm(call: Any) -> None:
+    study = str(Path(__file__).parents[2] / "studies/671B_b200_x256.yaml")
+    assert "arm mxfp8_deepep_round-robin" in call("plan", study, "--arm", "mxfp8_deepep").out.splitlines()[0]
+    assert call("plan", study, "--arm", "mxfp8").code == 2  # two arms begin so
