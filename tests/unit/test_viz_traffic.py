@@ -336,6 +336,9 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     assert dict(zip(table["checkpointing"], table["× stock"], strict=True)) == {
         "full checkpointing": 1.25, "no checkpointing": 1.1, "best of each side: none and none": 1.1,
     }  # fmt: skip
+    cut = [row for row in rows if row["activation_checkpoint"] == "none" or row["arm"] == "bf16_standard"]
+    assert set(checkpointing_table(cut)["best arm"]) == {"BF16 + DeepEP"}
+    assert checkpointing_table([row for row in rows if row["arm"] == "bf16_standard"]).empty
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
     assert checkpointing_table(short)["remark"].tolist() == ["stock was short of memory"] * 3
     assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
