@@ -52,6 +52,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ({"variables": {"A B": "x"}}, "variables.A B"),
         ({"variables": {"A": True}}, "variables.A: got True"),
         ({"variables": {"SLURM_JOB_ID": "1"}}, "SLURM_JOB_ID: Slurm, moelab and bash set them"),
+        ({"variables": {"SLURMD_NODENAME": "n7"}}, "SLURMD_NODENAME: Slurm, moelab and bash set them"),
         ({"variables": {"UID": "3"}}, "UID: Slurm, moelab and bash set them"),
         ({"variables": {"WANDB_API_KEY": "abc"}}, "must not hold WANDB_API_KEY"),
         ({"variables": {"https_proxy": "http://ada:hunter2@proxy:3128"}}, "variables must not hold a key, token or"),
