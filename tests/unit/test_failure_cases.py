@@ -395,6 +395,11 @@ def test_a_message_ends_with_its_paragraph(tmp_path: Path) -> None:
     assert reason(tmp_path / "b") == "rank 0: RuntimeError: CUDA error: device-side assert"
 
 
+def test_a_killed_rank_is_not_given_the_words_of_another(tmp_path: Path) -> None:
+    left(tmp_path, {"r0/error": recorded("RuntimeError: some words of a library"), "train.log": summary((1, -11))})
+    assert reason(tmp_path) == "rank 1: killed by SIGSEGV"
+
+
 def test_only_the_last_attempt_counts(tmp_path: Path) -> None:
     second = "logs/none_x/attempt_1/0/stderr.log"
     left(tmp_path, {"r0/error": recorded("ValueError: of the first"), second: raised("ValueError: of the second")})
