@@ -500,6 +500,8 @@ def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pyte
     assert "python -m torch.distributed.run" in shown
     for word in (str(tmp_path), "/home/", "alice", "/tmp/"):
         assert word not in shown
+    assert main(["report", str(study), str(EXAMPLE_LOGS[1]), "--output", str(page), "--with-paths"]) == 0
+    assert "/home/alice/.venv/bin/python" in page.read_text()
 
 
 def test_a_compressed_log_that_was_cut_off_is_compared_by_what_it_has(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quot
     figure = run_curves(table(), "tps", model="671B")
     assert [shape.y0 for shape in figure.layout.shapes] == [row.tps for row in THROUGHPUT]
     assert words(figure)[1] == "quoted 859: BF16 + DeepEP"
+    assert "Nebius ml-cookbook" in title(figure)
     models: list[tuple[dict[str, Any], int]] = [({"model": "16B"}, 0), ({"model": "671B"}, 3)]
     models.append(({"model": "671B", "shape": {"n_layers": 40}}, 0))  # an own shape is another model
     for number, (model, count) in enumerate(models):

@@ -14,6 +14,7 @@ import nbformat
 import pytest
 import yaml
 from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, sources
+from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
 
 from moelab import notebooks
@@ -119,7 +120,7 @@ def test_only_what_the_parameters_cells_assigned_is_a_parameter(cells: list[str]
     "cells",
     [
         [f"{CELL}\nnodse = 4"],
-        [CELL, "# Parameters\nnodse = 4\n"],
+        [CELL, PythonTranslator.codify({"nodse": 4})],  # as papermill writes it
         [CELL, LATER, f"{CELL}\nnodse = 4"],
         [CELL, LATER, f"{CELL}\nnodse = 4", "x = 1"],
         [CELL, LATER, CELL, "# Parameters\nsteps = 2\nnodse = 4\n"],
@@ -175,10 +176,34 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
     assert said in str(refused.value)
 
 
-def test_fields_of_an_experiment_have_its_bounds_in_a_notebook_too() -> None:
-    for name, value in {"lr": math.nan, "dataset": "c5", "ep": 0}.items():
+@pytest.mark.parametrize(
+    ("notebook", "wrong"),
+    [
+        ("02_find_grouped_gemm_break_even", {"aspect": [0, math.inf]}),
+        ("03_route_tokens", {"tokens": [0, 1_000_001], "token": [-1], "skew": [-0.1], "routing": ["learned"]}),
+        ("05_plan_layout", {"rank": [-1], "search_limit": [0, 51]}),
+        # The first three are fields of an experiment, and have its bounds.
+        (
+            "06_compare_convergence",
+            {"lr": [math.nan], "dataset": ["c5"], "ep": [0], "seeds": [0, 101], "ranks": [True]},
+        ),
+        ("06_compare_convergence", {"final_fraction": [0, 1.5], "margin_nats": [-0.1], "on_failure": ["ignore"]}),
+        ("07_compare_throughput", {"submit": ["maybe"], "steps": [4], "precision": ["bf16"], "ep": [1]}),
+        ("08_project_to_cluster", {"gpu": ["B100"], "network_gb_s": [0], "draws": [9], "price_per_gpu_hour": ["nan"]}),
+        ("11_explain_step", {"trace_step": [1], "layer": [-2], "phase": ["optimizer"]}),
+    ],
+)
+def test_a_value_out_of_its_bounds_is_refused_by_name(notebook: str, wrong: dict[str, list[Any]]) -> None:
+    schema, values = schema_of(ROOT / "notebooks" / f"{notebook}.ipynb"), default_values(notebook)
+    for name, value in ((name, value) for name, values_of in wrong.items() for value in values_of):
         with pytest.raises(BadInput, match=rf"^{name}: got "):
-            convergence(**{name: value})
+            validated(schema, values | {name: value})
+
+
+def test_a_precision_without_a_speed_is_sent_to_the_notebook_of_its_numbers() -> None:
+    schema, name = schema_of(ROOT / "notebooks" / "07_compare_throughput.ipynb"), "07_compare_throughput"
+    with pytest.raises(BadInput, match="notebook 06 trains it"):
+        validated(schema, default_values(name) | {"precision": "nvfp4"})
 
 
 # Every notebook and parameter file here

@@ -73,6 +73,7 @@ def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, version: Cal
     done = write_out(folder)
     assert (done.written, done.renewed, done.same) == ((PROFILE,), (B,), ())
     assert done.kept == {A: "it was changed here, and moelab's is another since"}
+    assert "kept notebooks/a.ipynb: it was changed here" in done.as_text()
     assert f"{folder}: 1 written, 1 renewed, 1 kept" in done.as_text()
     (folder / A).write_text("one")  # the change is undone
     assert write_out(folder).renewed == (A,)

@@ -142,6 +142,8 @@ def test_what_cannot_be_drawn_is_refused():
         loss_difference(study(), compare_convergence(held_out, reference="bf16_standard")[0])
     with pytest.raises(BadInput, match="rows without seed"):
         loss_curves(study().assign(seed=pd.NA))
+    with pytest.raises(BadInput, match="two runs of bf16_standard, seed 0"):
+        loss_curves(study().assign(seed=0), finding="Of attempts too")
 
 
 def test_bars_show_values_and_gain():
@@ -262,6 +264,8 @@ def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_d
     for said in (*(f"{number:.4f}" for number in numbers), f"{low:+.4f} to {high:+.4f}", "0, 1, 2, 3", "73 to 80"):
         assert said in text
     assert 'class="card equivalent"' in page
+    assert '<th scope="col" class="number"><button type="button" title="sort">Tokens/s</button></th>' in page
+    assert '<th scope="row">bf16_standard</th>' in page
     assert '<td class="number">1,234</td>' in page
     assert page.count('<td class="number">–</td>') == 3
     assert '<span class="badge quoted">quoted</span>' in page

@@ -158,6 +158,7 @@ def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
         assert sum(bar.y[rank] for bar in bars) == pytest.approx(stage.total_gib, abs=0.3)
     assert f"needs {predicted.worst_gib:.1f} of {predicted.capacity_gib:.1f} GiB of a B200" in title(figure)
     assert "predicted, not measured" in title(figure)
+    assert predicted.dominant.split(":")[0] in title(figure)
 
 
 def test_memory_that_does_not_fit_says_so_first_and_an_unknown_capacity_is_no_line() -> None:

@@ -245,7 +245,7 @@ def test_the_explorer_figure_counts_every_block_and_number(choice: Choice) -> No
     assert f"{found.saturated_fraction:.2%} are clipped" in title(figure)
 
 
-@pytest.mark.parametrize(("field", "value"), [("block", 48), ("outlier_log2", 21)])
+@pytest.mark.parametrize(("field", "value"), [("block", 48), ("outlier_log2", 21), ("outlier_log2", -1)])
 def test_a_choice_that_cannot_be_drawn_is_refused(field: str, value: int) -> None:
     with pytest.raises(BadInput, match=rf"^{field} is {value}; valid: "):
         quantisation_figure(Choice(**{field: value}))

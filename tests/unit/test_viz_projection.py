@@ -164,7 +164,8 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
 
 def test_every_bar_of_a_breakdown_begins_where_the_last_one_ends_and_they_add_up() -> None:
     figure = step_breakdown(STAGES, measured_s=50.0, words="Words.")
-    bars, _ = figure.data
+    bars, labels = figure.data
+    assert labels.text[-1] == f" {sum(STAGES.values()):,.0f} s "
     ends = np.add(bars.base, bars.x).tolist()
     assert list(bars.base) == [0, *ends[:-2], 0]
     assert ends[-2] == ends[-1] == sum(STAGES.values())
@@ -226,6 +227,9 @@ def test_arms_beside_their_projection() -> None:
     assert "off at worst" not in title(met)
     assert "found on them; MXFP8 + standard all-to-all is not identified" in title(met)
     assert "MXFP8 + standard all-to-all is not identified: 110 (99 to 132)" in title(figure)
+    circles, squares = figure.data
+    assert (list(circles.y), list(squares.y)) == ([100.0, 120.0], [100.0, 150.0, 110.0])
+    assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
     alone = arms_beside_projection({}, projected, known_words="measured", words="Words.")
     assert "BF16 + DeepEP is projected to make most: 150" in title(alone)
 

@@ -72,7 +72,9 @@ def bars(figure: go.Figure, name: str) -> list[go.Bar]:
 def test_a_tokens_way_is_drawn_for_each_method_and_says_that_it_is_simulated() -> None:
     figure = token_flow(FORCED, PUBLISHED, token=13)
     assert "Sent once per node, this token crosses the network 1 time instead of 8" in title(figure)
+    assert "8 experts on 1 GPU of 1 node." in title(figure)
     assert "one simulated token" in title(figure)
+    assert "2 nodes without its experts not drawn" in title(figure)
     ways = [note.text.rpartition("<br>")[2] for note in figure.layout.annotations]  # the second straight to the rank
     assert ways == ["8 × network, 0 × NVLink", "1 × network, 0 × NVLink", "1 × network, 1 × NVLink"]
     assert "Sent once per GPU, this token crosses NVLink" in title(token_flow(RANDOM, ONE_NODE))
@@ -121,7 +123,7 @@ def test_the_trap_is_stated_with_its_factors() -> None:
     assert "8.0 times fewer copies on the network under forced round-robin routing, 2.2 times" in title(figure)
     (hybrid,) = bars(figure, METHOD_LABELS["deepep_hybrid"])
     rows = expected_rows(expected_destinations(RANDOM, PUBLISHED), PUBLISHED, "deepep_hybrid")
-    assert hybrid.y[2] == pytest.approx(rows.network)
+    assert (hybrid.y[2], hybrid.text[2]) == (pytest.approx(rows.network), "÷ 2.2")
     assert "copies on NVLink" in title(saving_by_routing([FORCED, RANDOM], ONE_NODE))
 
 
@@ -142,7 +144,8 @@ def test_forwarding_has_both_stages_and_the_way_back() -> None:
 def test_quoted_bandwidths_stay_below_the_network_card_on_the_wire() -> None:
     figure = quoted_bandwidths(QUOTED)
     assert "quoted from DeepEP" in title(figure)
-    (wire,) = bars(figure, "on the network, derived")
+    (logical,), (wire,) = bars(figure, "logical, quoted"), bars(figure, "on the network, derived")
+    assert max(logical.y) == 90
     assert max(wire.y) == pytest.approx(61 * 3 / 4)  # less than a 400 Gb/s card's 50
 
 
@@ -230,6 +233,7 @@ def test_sweep_of_multiprocessors_is_in_order_and_under_the_plain_copy() -> None
     assert "320 GB/s with 32 multiprocessors, 80 % of a plain copy" in title(figure)
     (line,) = figure.data
     assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
+    assert "plain copy 400 GB/s" in notes(figure)
 
 
 def test_arms_are_held_against_stock_over_all_passes() -> None:
@@ -336,6 +340,9 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     assert dict(zip(table["checkpointing"], table["× stock"], strict=True)) == {
         "full checkpointing": 1.25, "no checkpointing": 1.1, "best of each side: none and none": 1.1,
     }  # fmt: skip
+    cut = [row for row in rows if row["activation_checkpoint"] == "none" or row["arm"] == "bf16_standard"]
+    assert set(checkpointing_table(cut)["best arm"]) == {"BF16 + DeepEP"}
+    assert checkpointing_table([row for row in rows if row["arm"] == "bf16_standard"]).empty
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
     assert checkpointing_table(short)["remark"].tolist() == ["stock was short of memory"] * 3
     assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")

@@ -103,3 +103,15 @@ def require_names(table: pd.DataFrame) -> None:
         raise BadInput(
             f"the table has rows without {' and '.join(missing)}: fill in these columns before comparing runs"
         )
+
+
+def require_one_run_a_seed(table: pd.DataFrame) -> None:
+    """Refuse a metrics table with several runs of one arm and seed.
+
+    Raises:
+        BadInput: naming the arm and the seed.
+    """
+    runs = table[["arm", "seed", "run"]].drop_duplicates()
+    if (twice := runs[runs.duplicated(["arm", "seed"])]).size:
+        arm, seed = twice[["arm", "seed"]].iloc[0]
+        raise BadInput(f"the table has two runs of {arm}, seed {seed}: keep one, as moelab.runs.collect.newest chooses")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.arms import require_names
+from moelab.analysis.arms import require_names, require_one_run_a_seed
 from moelab.analysis.verdict import ArmSeeds, Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
@@ -52,6 +52,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
         BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
     """
     require_names(table)
+    require_one_run_a_seed(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
@@ -59,9 +60,6 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     first_step = first_final_step(last_step, final_fraction)
     merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys
     runs = merged.groupby(["arm", "seed", "run"])["step"].max().reset_index()
-    if (twice := runs[runs.duplicated(["arm", "seed"])]).size:
-        arm, seed = twice[["arm", "seed"]].iloc[0]
-        raise BadInput(f"the table has two runs of {arm}, seed {seed}: keep one, as moelab.runs.collect.newest chooses")
     window = merged[merged["step"].between(first_step, last_step)]
     # Logging every tenth step is no gap: what counts is the steps that any run logged.
     expected = window["step"].nunique()

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moelab.analysis.arms import require_names
+from moelab.analysis.arms import require_names, require_one_run_a_seed
 from moelab.runs.table import merge_segments
 
 POINTS_DRAWN = 600
@@ -24,12 +24,15 @@ Curves = TypeVar("Curves", "pd.DataFrame", "pd.Series[float]")
 
 
 def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
-    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value.
+    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value; segments are merged here.
 
-    Segments of a run are merged here; two runs of one seed are an error of pandas.
+    Raises:
+        BadInput: if the table has unnamed runs, or two of a seed.
     """
     require_names(table)
-    merged = merge_segments(table[table["arm"] == arm])
+    rows = table[table["arm"] == arm]
+    require_one_run_a_seed(rows)
+    merged = merge_segments(rows)
     return merged.pivot(index="step", columns="seed", values=column).sort_index()
 
 

@@ -6,7 +6,7 @@ checkpointing: full checkpointing pays each exchange of the forward pass twice, 
 *Stock's best* is its fastest checkpointing, and the goals are about that. An arm runs in several passes, the arms
 taking turns, and its figure is over the steps of all its passes. Hosts differ between two campaigns, so nothing is
 pooled over them: tokens/s are those of an arm's campaign of most passes, a ratio is formed in each campaign and
-averaged, weighted by steps. Rows of another ``code`` are another result: moelab's arms under one name were faster.
+averaged, weighted by steps. Rows of another ``code`` are another result: arms of one name were faster in it.
 
 Goals, set before the measurement: BF16 with DeepEP at least 1.10 times stock's best at a 671B shape, and the best arm
 at least 1.15 times.
@@ -247,8 +247,10 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
         mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)
         arms = {kind: [one for one in mine if one.activation_checkpoint == kind] for kind in stock}
-        if len(stock) > 1:  # of a campaign that was cut short, stock may be all there is under a kind
-            pairs.append([(stock[kind], _fastest(arms[kind])) for kind in stock if arms[kind]])
+        # Of a campaign that was cut short, stock may be all there is under a kind.
+        kinds = [kind for kind in stock if any(one.arm not in STOCK for one in arms[kind])]
+        if len(stock) > 1 and kinds:
+            pairs.append([(stock[kind], _fastest(arms[kind])) for kind in kinds])
     return pairs
 
 

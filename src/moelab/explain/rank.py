@@ -184,7 +184,7 @@ def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[f
 
 
 class Rank:
-    """One rank's events, of the chosen step, with what they are: each an element of ``contexts`` and ``category``."""
+    """One rank's events of the chosen step; ``contexts``, ``category`` and ``moves_data`` have an element for each."""
 
     def __init__(self, trace: Trace, step: int | None) -> None:
         self.trace, self.host = trace, Host(trace)
