@@ -440,6 +440,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "pp is 3" in capsys.readouterr().err
     assert main(["project", str(path), "--set", "hardware=cpu"]) == 2
     assert "has no bf16_tflops" in capsys.readouterr().err
+    shared = {**SMALL, "activation_checkpoint": "full"}
+    path.write_text(yaml.safe_dump({"experiment": shared, "arms": [{}, {"precision": "fp8"}]}))
+    assert main(["project", str(path)]) == 0
+    assert re.search(r"high +over the first", capsys.readouterr().out)
 
 
 def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:
