@@ -342,7 +342,7 @@ def memory_bytes(root: Path = ROOT) -> int:
 
 
 def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
-    """A file of this process's control group and of each group above it; version 2 has no controller."""
+    """A file of this process's control group and of each above it; ``controller`` is empty for version 2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()  # 4:memory:/slurm/job_12, or 0::/user.slice
     except OSError:

@@ -201,6 +201,7 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
     pd.DataFrame(columns).to_csv(tmp_path / "chart.csv.gz", index=False)
     one, two = collect(tmp_path / "chart.csv.gz")
     (tmp_path / "people.csv").write_text("name,phone\nx,1\n")
+    (tmp_path / "wandb-summary.json").write_text('{"_step": 90, "loss_metrics/global_avg_loss": 3.0}')
     of_folder = collect(tmp_path)
     assert [run.run for run in of_folder] == ["one", "two"]
     assert all("people.csv" in run.notes[-1] for run in of_folder)

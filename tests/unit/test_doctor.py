@@ -76,6 +76,8 @@ def test_an_nvidia_smi_that_fails_is_a_failed_check(smi: Smi, capsys: pytest.Cap
     text = examined.as_text()
     assert all(f"{one.name}: {one.found}" in text for one in (*examined.findings, *examined.deepep))
     assert all(f"{arm.name}: {arm.reason}" in text for arm in examined.arms)
+    titles = [line for line in text.splitlines() if line and line[0] != " "]
+    assert titles == ["This machine", "DeepEP and what it needs", "Arms of a study (nano model)"]
     assert "no GPU" not in text
     assert "GPUs: none" not in text
 

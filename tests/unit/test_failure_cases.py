@@ -307,7 +307,6 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("a thread's exception and one at Python's end are no causes",
      {"r0/stderr": "Exception in thread Thread-1:\n" + raised("ValueError: of a thread") + raised("ValueError: mine")
       + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")}, "rank 0: ValueError: mine", []),
-    ("the first paragraph of a message", {"r1/stderr": raised("ValueError: first\nsecond line\n\nthird line")}, "rank 1: ValueError: first", []),
     ("lines of a logger beside it", {"r0/stderr": "W1128 import.py: UserWarning: an Error: nothing\nRuntimeError: only a message of a logger\n"
       + raised("moelab.errors.BadInput: unknown field 'x'") + "some more output\nValueError: not an exception either\n"},
      "rank 0: moelab.errors.BadInput: unknown field 'x'", []),
@@ -386,6 +385,14 @@ def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]
     (run,) = collect(left(tmp_path, files))
     assert run.status.state is State.UNKNOWN
     assert run.status.reason is None
+
+
+def test_a_message_ends_with_its_paragraph(tmp_path: Path) -> None:
+    left(tmp_path / "a", {"r1/stderr": raised("ValueError: first\nsecond line\n\nthird line")})
+    assert reason(tmp_path / "a") == "rank 1: ValueError: first"
+    message = "RuntimeError: CUDA error:\n  device-side assert\n\nCompile with `TORCH_USE_CUDA_DSA`\t."
+    left(tmp_path / "b", {"r0/error": recorded(message)})
+    assert reason(tmp_path / "b") == "rank 0: RuntimeError: CUDA error: device-side assert"
 
 
 def test_only_the_last_attempt_counts(tmp_path: Path) -> None:

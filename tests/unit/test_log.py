@@ -44,6 +44,13 @@ def steps(rows: pd.DataFrame) -> list[tuple[int, int, float]]:
     return list(rows[["segment", "step", "loss"]].itertuples(index=False, name=None))
 
 
+def test_torchtitans_own_colours() -> None:
+    numbers = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
+    rows = read_log(CASES / "colour.log").rows[numbers].values.tolist()
+    assert rows[0][:-1] == [1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1034.57]
+    assert rows[1] == [1210, 3.17, 0.219, 151.07, 84.71, 12901, 1038.97, 46.18]
+
+
 def test_pipeline_case_in_both_orders() -> None:
     lines = (CASES / "pipeline_two_nodes.log").read_text().splitlines()
     for order in (lines, lines[::-1]):
@@ -417,6 +424,7 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
         ("1|10|Loss: 7.2: 10%", "torchtune's"),
         ("steps: 10 loss: 7.2000 iter time (s): 0.5 samples/sec: 100", "DeepSpeed's"),
         ("completed step: 10, seconds: 2.0, TFLOP/s/device: 300.0, loss: 7.2", "MaxText's"),
+        ("step by step\n", "no TorchTitan step line ('step: N  loss: …"),
         (b"PK\x03\x04", "is a zip archive"),
         (bytes(range(256)), "it is binary"),
     ],

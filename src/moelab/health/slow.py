@@ -42,7 +42,7 @@ def threshold_gb_s(gb_s: Mapping[Pair, float], floor_gb_s: float | None) -> floa
 
 
 def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
-    """Explain the slow pairs by the bandwidth of every pair of nodes.
+    """Explain the slow pairs, as :func:`threshold_gb_s` tells them, by the bandwidth of every pair of nodes, each once.
 
     >>> blame({("a", "b"): 40.0, ("a", "c"): 12.0, ("b", "c"): 11.0}).nodes
     ('c',)
@@ -83,7 +83,7 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
 def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple[Finding, ...]:
     """Findings from what :mod:`moelab.health.measure` writes; of stages that were not reached a finding says so.
 
-    Figures of gloo are not compared with the cluster profile's floor.
+    ``floor_gb_s`` is the bus bandwidth in the cluster profile; figures of gloo are not compared with it.
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
     findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]

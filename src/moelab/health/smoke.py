@@ -51,7 +51,8 @@ def smoke_test(
 ) -> Finding:
     """Run two ranks and report what happened to them.
 
-    The program of a rank is given the rank, the number of ranks, a folder, and ``cuda`` or ``cpu``.
+    The machine is this one unless another is given, and nvidia-smi counts its GPUs. The program of a rank is given the
+    rank, the number of ranks, a folder, and ``cuda`` or ``cpu``; it is killed after ``timeout_s``.
 
     Returns:
         One finding: ``ok`` if DeepEP moved tokens correctly, ``note`` if only gloo did, else an ``error``.

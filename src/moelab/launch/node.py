@@ -91,6 +91,8 @@ class Start:
 def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     """Run this node's ranks until they end or it is over: by default, once SIGTERM has arrived.
 
+    ``is_over`` is called several times a second.
+
     Returns:
         The exit code of torchrun, or :data:`~moelab.launch.in_job.TERMINATED` if this function ended it.
     """

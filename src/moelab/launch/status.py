@@ -282,6 +282,9 @@ def follow(
     ``status.json`` of runs from their scheduler. After the last run has ended, new ones are waited for ``quiet_s``
     seconds; not at all, if all had ended before.
 
+    Returns:
+        The follower, with all that was read.
+
     Raises:
         KeyboardInterrupt: on Ctrl-C, which does nothing to the runs.
     """

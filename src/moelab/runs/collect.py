@@ -491,7 +491,8 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if ended or len(read.rows):
             return [read], ended
         if not logs and not ranks:
-            if exports := sorted(filter(is_export, folder.iterdir())):
+            # Tables alone: JSON beside one is W&B's configuration and summary.
+            if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
                 return _read_exports(exports), None
             raise
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])

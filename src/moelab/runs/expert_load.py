@@ -120,7 +120,10 @@ class ExpertLoadFile:
         self._rows = pa.schema(_COLUMNS).empty_table() if rows is None else rows
 
     def add(self, step: int, tokens_LE: npt.NDArray[np.int64]) -> None:
-        """Write one step in place of what was written of it before: a row for each MoE layer, numbered from 0."""
+        """Write one step in place of what was written of it before.
+
+        ``tokens_LE`` are those of each expert, a row for each layer of the model; dense layers have none.
+        """
         # Indices of the rows of MoE layers only, which have any token.
         layers, experts = np.indices(tokens_LE.shape)[:, tokens_LE.any(axis=1)].reshape(2, -1)
         values = [np.full(len(layers), step), layers, experts, tokens_LE[layers, experts]]

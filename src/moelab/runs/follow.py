@@ -147,7 +147,7 @@ class LogFollower:
         self.offset = 0  # bytes of the file that were read
         self._inode = -1
         self._unfinished = UnfinishedLine()
-        self.rank_steps, self.tail = RankSteps(), LogTail()
+        self.rank_steps, self.tail = RankSteps(), LogTail()  # newest steps by rank; last lines beside the step lines
         self._segments, self._changed = Segments(), set[tuple[int, int]]()
 
     def poll(self) -> pd.DataFrame:
@@ -225,8 +225,9 @@ class RunFollower:
             self._arm, self._steps, self.ranks, self.model = run.name.split("/")[-3], 0, 1, ""
         else:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
+            # The label has the experiment's own dimensions.
             self.ranks, self.model = experiment.world_size, experiment.model_label
-        self.rows = joined_rows([])  # a step that was repeated after a restart once
+        self.rows = joined_rows([])  # metrics table, in which a step that was repeated after a restart stands once
         self._segments, self._status = 0, run.status
         self._failure: str | None = None
         self.now = self._now()
@@ -313,7 +314,8 @@ class StudyFollower:
         """Have the status files brought up to date; the next poll reads them.
 
         Returns:
-            The reason why the scheduler could not find out, which is beyond the file's; else an empty text.
+            Why the scheduler could not find out the status of a run: a reason that its file does not have. Else an
+            empty text.
         """
         runs = [one.run for one in self.runs]
         pairs = zip(runs, scheduler(runs), strict=True)

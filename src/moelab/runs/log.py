@@ -299,7 +299,10 @@ def _in_time_order(lines: list[LogLine]) -> list[LogLine]:
 
 
 def scan(block: bytes) -> Iterator[LogLine]:
-    """Yield the lines that matter among whole ones, in any encoding that keeps ASCII, in the order of the file."""
+    """Yield the lines that matter among whole ones, in the order of the file.
+
+    Any encoding that keeps ASCII will do, with any line ends and rank prefixes.
+    """
     rare = deque(sorted(_rare_lines(block)))
     for match in _STEP.finditer(block):
         while rare and rare[0][0] < match.start():

@@ -73,7 +73,10 @@ def find_stragglers(own: pd.DataFrame) -> tuple[dict[int, float], list[str]]:
 
 
 def slow_steps(steps: np.ndarray[Any, np.dtype[np.int64]], step_time_s: Times) -> dict[int, float]:
-    """Steps (S,) that took all ranks (S, R) longer than the others, with the share by which they did."""
+    """Steps that took all ranks longer than the others, with the share by which they did.
+
+    Shapes are (S,) and (S, R), as :class:`moelab.runs.follow.RankTable` has them.
+    """
     known = np.isfinite(step_time_s).any(axis=1)
     whole = np.nanmedian(step_time_s[known], axis=1)
     return outliers(dict(zip(steps[known].tolist(), whole.tolist(), strict=True)))

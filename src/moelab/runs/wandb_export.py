@@ -53,7 +53,7 @@ _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
 def read_wandb(path: str | Path) -> list[MetricsRead]:
-    """Read a W&B history export, of one run or of several in one chart; as CSV, JSON, JSON lines or Parquet.
+    """Read a W&B history export, of one run or several in one chart: CSV, JSON, JSON lines or Parquet, packed or not.
 
     Returns:
         What each run has, with ``run`` named where the export names it. ``lr`` is the largest of all ``lr/…`` metrics.
