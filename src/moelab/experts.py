@@ -49,7 +49,8 @@ def scored(parent: type) -> Any:
         ) -> torch.Tensor:
             """SwiGLU of every row by its expert, times the row's score.
 
-            Rows are in expert-major order, padding included, whose scores, float32, are 0.
+            Rows are in expert-major order; ``num_tokens_per_expert_e`` counts those of each local expert, padding
+            included. Scores are float32, and 0 for padding.
             """
             w1_eFD, w2_eDF, w3_eFD = (local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
             offs = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)

@@ -57,7 +57,7 @@ class Gpu:
     capability: float | None
     """Compute capability, such as 9.0, or what PyTorch gives a GPU of AMD (:data:`ROCM`); 0 where the "GPU" is a
     CPU, None where it is not known."""
-    memory_gib: SourcedNumber | None  # that CUDA shows
+    memory_gib: SourcedNumber | None  # memory of the device, as CUDA shows it
     bf16_tflops: SourcedNumber | None = None  # dense BF16 tensor-core peak, TFLOP/s
     fp8_tflops: SourcedNumber | None = None  # dense FP8 tensor-core peak, TFLOP/s
     mxfp8_tflops: SourcedNumber | None = None  # dense MXFP8 tensor-core peak, TFLOP/s

@@ -384,6 +384,7 @@ def test_answers(case):
 
 
 def test_differences_of_zero_are_no_evidence_of_one():
+    assert judge(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE).t_p < 0.001
     given = judge(SAME, SAME, margin_nats=0.01)
     assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
 

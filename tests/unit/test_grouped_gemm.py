@@ -324,6 +324,7 @@ def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert json.loads(path.read_text()) == content
     assert content["label"] == "dry run"  # on a CPU nothing is called measured
     assert not content["errors"]
+    assert [row["pass"] for row in content["components"]] == ["forward", "dgrad", "wgrad"] * 2
     for row in content["rows"]:
         assert row["fraction_of_peak"] == round(row["tflops"] / 2.0, 4)
     assert [case_of(row) for row in read_result(path).rows.to_dict("records")][::3] == cases

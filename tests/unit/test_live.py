@@ -120,6 +120,7 @@ def test_the_map_of_step_times_is_ranks_by_steps_and_names_the_slow_step() -> No
 
 def test_memory_by_rank() -> None:
     figure = rank_memory(ranks(np.ones((2, 5))), name="x")
+    assert list(figure.data[0].y) == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert "Fullest is rank 4 with 14.0 GiB, emptiest rank 0 with 10.0 GiB" in title(figure)
 
 

@@ -18,6 +18,7 @@ from moelab.experiment_file import parse, read_experiment, read_record, read_stu
 from moelab.hardware import Gpu, Node, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
+from moelab.memory import estimate
 from moelab.projection.exchange import hybridep_shares
 from moelab.projection.project import project
 from moelab.recommendation import recommend
@@ -84,6 +85,16 @@ def test_hybridep_has_rates_of_its_own() -> None:
         for one in (EPBackend.HYBRIDEP, EPBackend.DEEPEP)
     )
     assert slow > fast, "64 ranks on NVLink, of which HybridEP reaches half and DeepEP two thirds"
+
+
+def test_deepeps_buffer_counts_domains() -> None:
+    for hardware, joined in (("gb200_nvl72_x4", 64), ("b200_x256", 4)):
+        placed = PUBLISHED.model_copy(update={"ep_backend": EPBackend.DEEPEP, "hardware": hardware})
+        layout = check(placed).layout
+        assert layout is not None
+        buffer = estimate(placed, layout, gpu_of(hardware)).buffer
+        assert buffer is not None
+        assert buffer.nvlink_ranks == joined
 
 
 # A file of one's own

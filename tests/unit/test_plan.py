@@ -71,9 +71,14 @@ def test_a_plan_for_a_person(call: Any) -> None:
     out = call(*overrides(tp=2, pp=2, hardware="b200_x256", activation_checkpoint="full")).out
     for part in ("legal, and fits: 671B", "layers 0-30", "33.6 M tokens a step", "--config experiment"):
         assert part in out
+    assert "dp_shard 64 · cp 1 · tp 2 · ep 32, experts sharded by 4" in out
+    assert "GiB on the fullest GPU of 179.1" in out
+    assert "671 G parameters, 37.55 G active per token" in out
+    assert "differs from the published scripts:" in out
     assert call(*overrides(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
     illegal = call(*overrides(pp=16, ep=48, seq_len=20000, dispatch_precision="fp8"))  # of BF16 experts
     assert (illegal.code, illegal.out[:27]) == (3, "illegal, 4 reasons: 671B, a")
+    assert illegal.out.count("\n- ") == 4
     assert "torchrun" not in illegal.out
     assert all(len(line) <= 120 for line in illegal.out.splitlines())
 
@@ -152,6 +157,7 @@ def test_emulated_deepep_is_said_wherever_the_plan_names_the_arm(call: Any) -> N
     answer = call(*overrides(ep_backend="deepep", ep_kernels="emulated", tp=2, pp=2))
     assert answer.code == 0
     assert "arm bf16_deepep (DeepEP emulated)" in answer.out.splitlines()[0]
+    assert "emulated on plain collectives: its numerics, not its speed" in " ".join(answer.out.split())
     assert "buffer " not in answer.out
 
 

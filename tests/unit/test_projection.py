@@ -213,7 +213,10 @@ def test_advice_says_what_it_rests_on_that_was_not_seen() -> None:
     waits = "extrapolated from limited evidence: waiting at TorchTitan's exchanges over the network"
     deepep = named_arms()["dsv3_671b_bf16_deepep"]
     assert waits in projection_text(project(deepep))
-    assert waits in arms_text({"a": project(PUBLISHED), "b": project(deepep)})
+    first, other = project(PUBLISHED), project(deepep)
+    text = arms_text({"a": first, "b": other})
+    assert waits in text
+    assert f"{other.tps / first.tps - 1:+.1%}" in text
     assert "DeepEP between nodes was never run here" in projection_text(project(deepep))
     inside = deepep.model_copy(update={"ep": 8, "pp": 8, "tp": 1})
     assert not project(inside).rests_on
@@ -382,6 +385,9 @@ def test_a_gain_has_the_best_layout_on_either_side_and_one_machine_under_both(mo
     first, model, *_ = answer_lines(found, "DeepSeek-V3")
     assert f"fits ({found.ranked[0].headroom_gib:.1f} GiB free) · {found.best.tps:,.0f} tokens/s" in first
     assert model.startswith("DeepSeek-V3: 671 G parameters, ")
+    for times, told in ((1.5, "50.0 % faster"), (3.09, "3.1 × as fast")):
+        lines = answer_lines(replace(found, own_tps=found.best.tps / times))
+        assert [line for line in lines if line.startswith("as given: ") and line.endswith(f"the best is {told}")]
     text = better_text({"a": better_layout(project(standard))}, {"a": project(standard)}, "a.yaml")
     assert "this is not the best layout" in text
     assert "moelab plan a.yaml --search" in text
@@ -434,6 +440,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "pp is 3" in capsys.readouterr().err
     assert main(["project", str(path), "--set", "hardware=cpu"]) == 2
     assert "has no bf16_tflops" in capsys.readouterr().err
+    shared = {**SMALL, "activation_checkpoint": "full"}
+    path.write_text(yaml.safe_dump({"experiment": shared, "arms": [{}, {"precision": "fp8"}]}))
+    assert main(["project", str(path)]) == 0
+    assert re.search(r"high +over the first", capsys.readouterr().out)
 
 
 def test_a_grouped_product_of_few_rows_reads_its_weights() -> None:

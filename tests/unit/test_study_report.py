@@ -105,12 +105,14 @@ def test_nothing_finished(tmp_path: Path) -> None:
     ]
 
 
-def test_a_held_out_loss_that_is_nan(tmp_path: Path) -> None:
+def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     for seed in range(4):
         run_of(tmp_path, "bf16", seed, ENDS[seed], held_out=5.5 + seed / 100)
         run_of(tmp_path, "mxfp8", seed, ENDS[seed], held_out=math.nan if seed == 0 else 5.5 + seed / 100)
         run_of(tmp_path / "all", "bf16", seed, ENDS[seed], held_out=math.nan)
         run_of(tmp_path / "all", "mxfp8", seed, ENDS[seed], held_out=5.5)
+    run_of(tmp_path, "bf16", 4, 5.0, held_out=5.5)
+    run_of(tmp_path, "mxfp8", 4, 5.0)
     (none,) = judge_study(tmp_path / "all" / "runs" / "s").held_out
     assert none.answer is Answer.INSUFFICIENT
     assert "4 of 4 seeds diverged in the reference BF16 and not in MXFP8" in none.sentence()
@@ -118,7 +120,8 @@ def test_a_held_out_loss_that_is_nan(tmp_path: Path) -> None:
     (held_out,) = judged.held_out
     assert held_out.seeds == (1, 2, 3)
     assert held_out.answer is Answer.DIFFERENT
-    assert "1 of 4 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
+    assert "1 of 5 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
+    assert "Left out: MXFP8, seed 4: no held-out loss was logged" in held_out.sentence()
     json.dumps(judged.to_json(), allow_nan=False)
     shown = shown_page(report_of(tmp_path / "runs" / "s")).replace("the held-out loss is nan", "")
     assert not re.search(r"\bnan\b", shown, re.I)

@@ -21,7 +21,7 @@ from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.files import write_json
 from moelab.runs.status import State
-from moelab.study_report import judge_paths, judge_study, provenance, report_figures
+from moelab.study_report import judge_paths, judge_study, provenance, report_figures, report_tables
 
 STEPS = 8
 SEEDS = range(5)
@@ -200,6 +200,8 @@ def test_every_run_that_is_not_judged_is_named_with_its_reason(tmp_path: Path) -
     assert any("MXFP8 + standard all-to-all, seed 8: experiment.yaml" in note for note in judged.notes)
     lost = "left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of 8 steps logged"
     assert lost in judged.notes
+    (table,) = [one for one in report_tables(judged) if one.title == "Runs that are not judged"]
+    assert len(table.rows) == len(judged.not_judged)
     note = judged.to_json()["note"]
     assert "this one diverged: loss is nan at step 2 (segment 0)" in note
     assert "seed 1: another attempt" not in note  # replaced by one that finished: in the table alone

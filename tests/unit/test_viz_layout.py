@@ -139,6 +139,7 @@ def test_pipeline_of_two_stages_a_rank(name: str, kinds: str) -> None:
     figure = pipeline_schedule(layout(pp=4, pp_schedule=name, local_batch=8, compile="loss"), name)
     assert len(figure.data) == 2 * len(kinds) + 1
     assert "the rank's second stage" in title(figure)
+    assert sum(bool(trace.showlegend) for trace in figure.data[:-1]) == len(kinds)
 
 
 def test_a_long_step_is_cut_and_no_pipeline_is_nothing_to_draw_and_both_say_so() -> None:

@@ -146,6 +146,7 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     for index in (index for index, each in enumerate(amax) if each <= 1.75):
         assert len({errors[scaling][index] for scaling in SCALINGS}) == 1
     figure = largest_number_error(amax, errors)
+    assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
     assert "RCEIL and CEIL never do" in title(figure)
     assert min(errors["rceil"]) == pytest.approx(-ROUNDING), "the worst rounding, which the subtitle names"
     assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure)
@@ -174,6 +175,7 @@ def test_product_figure_draws_every_product() -> None:
     assert sum(len(trace.x) for trace in figure.data) == len(rows) == 3 * len(METHODS)
     worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
     assert f"worst product is {worst.weight} {worst.product}" in title(figure)
+    assert "MXFP8 emulated" in title(figure)
 
 
 # --- the path --------------------------------------------------------------------------------------------------------

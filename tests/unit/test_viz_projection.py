@@ -121,7 +121,9 @@ def test_a_faster_network_never_slows_an_arm_and_leaves_deepep_less_to_save() ->
     own = project(on("B200", PUBLISHED, precision="mxfp8", ep_backend="deepep"))
     assert tps["mxfp8_deepep", 50.0] == pytest.approx(own.tps)
     found = gains_by_network(points)
-    (drawn,) = (one for one in network_gains(points, found, words="Words.").data if one.name == "BF16 + DeepEP")
+    figure = network_gains(points, found, words="Words.")
+    assert "derived" in title(figure)
+    (drawn,) = (one for one in figure.data if one.name == "BF16 + DeepEP")
     assert [1 + value / 100 for value in drawn.y] == pytest.approx(gains)
     bars, ends = drawn.error_y, [found["bf16_deepep"][x] for x in (50.0, 100.0, 400.0)]
     assert np.subtract(drawn.y, bars.arrayminus) == pytest.approx([one.low for one in ends])
@@ -142,6 +144,7 @@ def test_sizes_take_a_layout_that_fits_or_none() -> None:
     figure = size_curves(points, words="Words.")
     best = max(points, key=lambda point: point.projection.tps)
     assert f"{best.projection.tps:,.0f} tokens/s" in title(figure)
+    assert "derived" in title(figure)
 
 
 def test_an_impossible_network_or_gpu_is_refused() -> None:

@@ -159,8 +159,9 @@ def test_passes_over_memory_add_up() -> None:
     assert moved[STOCK_DEEPEP] == pytest.approx(2 * 100 * wide + 3 * 400 * wide + padded * (2 * wide + low))
     assert moved[EXPANDING] == pytest.approx(100 * wide + padded * (2 * wide + low))
     assert moved[EXPANDING_FP8] == pytest.approx(100 * low + padded * low)
-    drawn = gather_bars(paths, hbm_tb_s=8, words="made up").data
-    assert sum(sum(trace.x) for trace in drawn) == pytest.approx(sum(moved.values()) / 1e9)
+    figure = gather_bars(paths, hbm_tb_s=8, words="made up")
+    assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(sum(moved.values()) / 1e9)
+    assert "derived, not measured" in title(figure)
 
 
 # --- measured: what is there, and what is not ------------------------------------------------------------------------

@@ -148,7 +148,8 @@ def quantised_wgrad(grad_NM: torch.Tensor, x_KM: torch.Tensor, ends_G: torch.Ten
     """The weight gradient of operands whose blocks lie along the tokens, as :func:`fake_quantise_columns` leaves them.
 
     An operator of its own because torch 2.14's shape function of ``_grouped_mm`` asks whether M is 1, which a compiler
-    cannot know of the rows that a dispatch brings. All is BF16 and contiguous; a rank without tokens gets zeros.
+    cannot know of the rows that a dispatch brings. Operands are BF16 and contiguous,
+    ``ends_G`` is int32; what comes back is BF16 ``(G, N, K)``, zeros of a rank without tokens.
     """
     if not x_KM.shape[1]:
         return x_KM.new_zeros((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))

@@ -309,7 +309,10 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedGemm:
-    """Operands of one weight of the experts; :class:`BadInput` if no product of them can be measured."""
+    """Operands of one weight of the experts.
+
+    :class:`BadInput` for no tokens, values that are not finite, or K or N that are no whole blocks of 32.
+    """
 
     name: str  # of the weight
     x: torch.Tensor  # input (M, K), tokens of one expert after those of another

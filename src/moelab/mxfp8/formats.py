@@ -133,6 +133,8 @@ class MX(_OfElements):
     def cast(self, x: torch.Tensor) -> Cast:
         """Quantise a floating-point tensor with torchao's ``to_mx``; a block with a NaN becomes all NaN.
 
+        Blocks lie along the last axis; :class:`NotWholeBlocks` if its size is no multiple of theirs.
+
         Example:
             >>> MX().cast(torch.full((1, 32), 1.1)).values[0, 0].item()
             1.125
@@ -157,7 +159,8 @@ class NVFP4(_OfElements):
         """Quantise a floating-point tensor with torchao's ``nvfp4_quantize``.
 
         A NaN or an infinity makes the whole tensor NaN. One whose largest magnitude is below ``NVFP4_LEAST_AMAX``, for
-        which torchao divides by zero, becomes zeros.
+        which torchao divides by zero, becomes zeros. Blocks lie along the last axis; :class:`NotWholeBlocks` if its
+        size is no multiple of theirs.
 
         Example:
             >>> NVFP4().cast(torch.tensor([6.0, 2.4] * 8)[None]).values[0, :2].tolist()

@@ -92,6 +92,9 @@ def quantise_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         E4M3 ``(..., D)``, and the biased exponents of the scales, uint8 ``(..., D / 32)``: E8M0's bits in a dtype that
         every collective takes. To the bit those of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)``.
 
+    Raises:
+        NotWholeBlocks: if D is not a multiple of 32.
+
     Example:
         >>> data, scales = quantise_mxfp8(torch.full((1, 32), 448.0).bfloat16())
         >>> data[0, 0].item(), scales.item() - 127
@@ -165,6 +168,9 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
 
     Returns:
         BF16, ``(..., C)``, contiguous: the values of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)`` times its scales.
+
+    Raises:
+        NotWholeBlocks: if C is not a multiple of 32 (0 included).
     """
     require_whole_blocks("the last dimension", x.shape[-1])
     return _round_trip(x.contiguous().unflatten(-1, (-1, BLOCK)), -1).flatten(-2)
@@ -179,6 +185,9 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
 
     Returns:
         BF16, ``(..., C, R)``, contiguous.
+
+    Raises:
+        NotWholeBlocks: if R is not a multiple of 32.
     """
     require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
     blocks = x_BRC.contiguous().unflatten(-2, (x_BRC.shape[-2] // BLOCK, BLOCK))

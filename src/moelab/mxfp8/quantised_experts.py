@@ -162,8 +162,9 @@ def expert_rows(
 ) -> Tensor:
     """Experts' outputs, BF16 ``(R, D)``; differentiable in the rows (or their place), the weights and the scores.
 
-    Rows are in expert-major order, BF16 ``(R, D)`` or quantised, and end at ``ends_e``, int32; weights are BF16 and
-    contiguous; scores are float32 factors of the hidden activation; ``arithmetic`` is a key of ``ARITHMETIC``.
+    Rows are in expert-major order, BF16 ``(R, D)`` or quantised, and end at ``ends_e``, int32. Weights are BF16 and
+    contiguous: w1 is the gate's, w3 that of the factor beside it, w2 that of the product that follows. Scores are
+    float32 factors of the hidden activation; ``arithmetic`` is a key of ``ARITHMETIC``.
     """
     x_RD, data_RD, scales_RS = (rows, None, None) if isinstance(rows, Tensor) else rows
     return _ExpertRows.apply(x_RD, data_RD, scales_RS, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, arithmetic)

@@ -120,7 +120,8 @@ class ExpertWork:
 def expert_work(name: str, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> ExpertWork:
     """The experts' product of one micro-batch on one rank, with balanced routing.
 
-    ``model`` is one of an experiment's, or one of :func:`moelab.model.hugging_face.read_model`.
+    ``model`` is one of an experiment's, or one of :func:`moelab.model.hugging_face.read_model`; ``tokens`` are those of
+    the micro-batch on the rank's data-parallel coordinate, before tensor parallelism shares them out.
 
     Raises:
         BadInput: for an unknown model, a degree that does not divide the experts, or fewer tokens than ranks.

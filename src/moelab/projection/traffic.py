@@ -82,6 +82,8 @@ class OnWires:
 def move_time_s(sent: OnWires, node: Node) -> tuple[float, float]:
     """Seconds that NVLink and the network need to carry bytes at the profile's full bandwidth; the larger is a bound.
 
+    They are 0 where nothing takes that wire.
+
     Raises:
         BadInput: if bytes take a wire that the node does not have.
     """

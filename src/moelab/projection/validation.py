@@ -43,7 +43,7 @@ class ValidationRow:
     kind: Literal["fitted", "seen", "blind"]
     unit: str  # of both values
     measured: float
-    predicted: float = math.nan  # value; NaN until the model is asked
+    predicted: float = math.nan  # NaN until the model is asked
     interval: tuple[float, float] | None = None  # of the prediction, 90 %; only steps that are no gain have one
     inferred: str = ""  # what the source does not say and the prediction needs
     reference: str  # where the measured value stands
