@@ -232,6 +232,8 @@ def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
         ("a.csv", "epoch,loss\n1,2\n", "looked for a step column"),
         ("a.json", "{not json", "export of a W&B run"),
         ("a.json", "[1, 2]", "export of a W&B run"),
+        ("a.json", "3", "export of a W&B run"),
+        ("a.json", '{"losses": [1, 2]}', "export of a W&B run"),
         ("a.csv", "", "export of a W&B run"),
     ],
 )

@@ -523,7 +523,8 @@ def _files(folder: Path) -> list[Path]:
         is_deep = len(Path(here).relative_to(folder).parts) > 2
         # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
-        files += [file for name in names if (file := Path(here, name)).is_file()]  # no pipe, no dangling link
+        # No pipe, no dangling link; unlike Path's, this one is False too of what cannot be looked at.
+        files += [Path(here, name) for name in names if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
     return sorted(files)
 
 

@@ -91,7 +91,7 @@ def _cells(path: Path) -> pd.DataFrame:
             return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
         records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
         return pd.DataFrame(records, dtype=object).fillna("")
-    except (OSError, ValueError, AttributeError, NotALog) as error:
+    except (OSError, ValueError, AttributeError, TypeError, NotALog) as error:  # JSON may be of any shape
         raise BadInput(
             f"{path}: {error}. Give a .csv, .json, .jsonl or .parquet export of a W&B run's history, for instance "
             "`pandas.DataFrame(wandb.Api().run('entity/project/id').scan_history()).to_csv('history.csv')`."
