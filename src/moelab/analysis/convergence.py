@@ -98,10 +98,11 @@ def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -
         BadInput: The reference is no arm, or an option is out of range.
     """
     first, last = final.first_step, final.last_step
-    if last:
+    if not last:
+        options["quantity"] = "held-out loss"
+    else:
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
         options |= {"quantity": quantity, "steps": (first, last)}
-    options = {"quantity": "held-out loss", **options}
     if reference not in final.seeds:
         raise BadInput(f"arm {reference!r} is not in this table: the arms are {', '.join(final.seeds)}")
     theirs, others = final.seeds[reference], {arm: ours for arm, ours in final.seeds.items() if arm != reference}
