@@ -71,6 +71,10 @@ def _experiment(notebook: Path, schema: type[NotebookParameters]) -> Experiment:
     return experiment
 
 
+def _layout_explorers(begin: Experiment) -> dict[str, Explorer]:
+    return {words: LayoutExplorer(Experiment(**(begin.model_dump() | fields))) for words, fields in _CASES.items()}
+
+
 GRIDS: Mapping[str, Callable[[Path], Grid]] = {
     "01_quantise_to_mxfp8": lambda _notebook: Grid(
         explorers={"": QuantisationExplorer()},
@@ -98,10 +102,7 @@ GRIDS: Mapping[str, Callable[[Path], Grid]] = {
         },
     ),
     "05_plan_layout": lambda notebook: Grid(
-        explorers={
-            words: LayoutExplorer(Experiment(**(_experiment(notebook, PlanParameters).model_dump() | fields)))
-            for words, fields in _CASES.items()
-        },
+        explorers=_layout_explorers(_experiment(notebook, PlanParameters)),
         choices={
             "figure": ("memory", "pipeline", "mesh"),
             "pp": (1, 2, 4, 8),
