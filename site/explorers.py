@@ -23,7 +23,7 @@ from moelab.experiment import Experiment
 from moelab.notebooks import PlanParameters, ProjectParameters, validated
 from moelab.notebooks.parameters import NotebookParameters
 from moelab.viz import LayoutExplorer
-from moelab.viz.grouped_gemm import MODELS, ExpertExplorer
+from moelab.viz.grouped_gemm import FITS, MODELS, ExpertExplorer
 from moelab.viz.mxfp8 import QuantisationExplorer
 from moelab.viz.projection import ProjectionExplorer
 from moelab.viz.theme import LINE_PX
@@ -88,7 +88,7 @@ GRIDS: Mapping[str, Callable[[Path], Grid]] = {
         explorers={"": ExpertExplorer("671B", 8192, tp=2, ep=32)},
         choices={
             "model": MODELS,
-            "gpu": ("B200, MXFP8", "H100, row-wise FP8"),
+            "gpu": tuple(FITS),
             "tokens": (2048, 4096, 8192, 16384),
             "ep": (8, 16, 32, 64),
         },

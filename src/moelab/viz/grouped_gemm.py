@@ -17,7 +17,7 @@ from moelab.projection.gemm import Rates, gain, grouped_parts
 from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.viz.draw import write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
-from moelab.viz.widget import Explorer, labelled_control
+from moelab.viz.widget import Explorer, menu
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -243,7 +243,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
 
 
 MODELS = ("671B", "16B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "Kimi-K2", "gpt-oss-120b")
-_FITS = {"B200, MXFP8": fit_b200, "H100, row-wise FP8": fit_h100}
+FITS = {"B200, MXFP8": fit_b200, "H100, row-wise FP8": fit_h100}
 _TOKENS = tuple(2**exponent for exponent in range(10, 19))
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -257,24 +257,20 @@ class ExpertExplorer(Explorer):
     figure_px = NARROW
 
     def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
-        def choose(label: str, values: Sequence[object], start: object, unit: str = "") -> Any:
-            options = [(f"{value:,} {unit}" if unit else value, value) for value in dict.fromkeys([*values, start])]
-            px = {"label_px": 104, "width_px": 244}
-            return labelled_control("Dropdown", label, options=options, value=start, **px)
-
+        px: dict[str, Any] = {"label_px": 104, "width_px": 244}
         controls = {
-            "model": choose("model", MODELS, model),
-            "gpu": choose("GPU, format", tuple(_FITS), next(iter(_FITS))),
-            "tokens": choose("micro-batch", _TOKENS, tokens, "tokens"),
-            "tp": choose("tensor parallel", _DEGREES[:4], tp, "GPUs"),
-            "ep": choose("expert parallel", _DEGREES, ep, "GPUs"),
+            "model": menu("model", MODELS, model, **px),
+            "gpu": menu("GPU, format", FITS, next(iter(FITS)), **px),
+            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format, **px),
+            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format, **px),
+            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format, **px),
         }
         super().__init__(controls, ["parts"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
         """Whether the 8-bit format saves time, and why: the rows that the experts have and those that they need."""
         layout = {name: value for name, value in self.chosen.items() if name != "gpu"}
-        case, fitted = expert_work("chosen", **layout).case, _FITS[self.chosen["gpu"]]()
+        case, fitted = expert_work("chosen", **layout).case, FITS[self.chosen["gpu"]]()
         rates = fitted.rates()
         gained = estimate(fitted, lambda drawn: gain(*case.mnkg, drawn))
         even = break_even(case, fitted)
