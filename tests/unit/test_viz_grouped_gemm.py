@@ -22,7 +22,7 @@ LARGE, SMALL = published_work()
 @pytest.fixture(scope="module")
 def drawn() -> go.Figure:
     mine = expert_work("mine", "16B", 8192, ep=8)
-    return gain_map(fit_b200(), (LARGE, SMALL, mine), aspect=8)
+    return gain_map(fit_b200(), (LARGE, SMALL, *[mine] * 3), aspect=8)  # more than there are symbols
 
 
 def traces(figure: go.Figure) -> dict[str, go.Scatter]:
@@ -51,6 +51,7 @@ def test_the_line_is_where_both_take_as_long_and_lies_in_its_interval(drawn: go.
 
 def test_layouts_stand_at_their_rows_with_their_own_gain(drawn: go.Figure) -> None:
     marks = traces(drawn)
+    assert sum(trace.type == "scatter" and trace.mode == "markers+text" for trace in drawn.data) == 5
     for work in (LARGE, SMALL):
         (mark,) = (trace for name, trace in marks.items() if name.startswith(work.name))
         case = work.case

@@ -219,7 +219,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
         line, quiet = {"color": ON_LIGHT, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
-    for work, name, count, gained, symbol in zip(works, short, counts, own, _MARKS, strict=False):
+    for work, name, count, gained, symbol in zip(works, short, counts, own, itertools.cycle(_MARKS), strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
