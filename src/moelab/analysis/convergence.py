@@ -58,27 +58,28 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
     last_step = int(merged["step"].max())
     first_step = first_final_step(last_step, final_fraction)
-    merged["run"] = merged["run"].astype(str)  # a column of Python's own texts, which the loop below takes as keys
-    runs = merged.groupby(["arm", "seed", "run"])["step"].max().reset_index()
+    run = ["arm", "seed"]  # one of each; a run that is in two sides has two arms
+    runs = merged.groupby(run)["step"].max().reset_index()
     window = merged[merged["step"].between(first_step, last_step)]
     # Logging every tenth step is no gap: what counts is the steps that any run logged.
     expected = window["step"].nunique()
-    of_run = window.groupby("run", sort=False)
+    of_run = window.groupby(run)
     seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
-    first_not_finite = window[~np.isfinite(window["loss"])].groupby("run", sort=False)["step"].first().to_dict()
+    first_not_finite = window[~np.isfinite(window["loss"])].groupby(run)["step"].first().to_dict()
     seeds: dict[str, ArmSeeds] = {}
     for arm, of_arm in runs.groupby("arm"):
         losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
-        for seed, run, end in of_arm[["seed", "run", "step"]].itertuples(index=False, name=None):
-            missing = expected - seen.get(run, 0)
-            if run in first_not_finite:
-                diverged[seed] = f"loss is not finite at step {first_not_finite[run]}"
+        for seed, end in of_arm[["seed", "step"]].itertuples(index=False, name=None):
+            key = arm, seed
+            logged = seen.get(key, 0)
+            if key in first_not_finite:
+                diverged[seed] = f"loss is not finite at step {first_not_finite[key]}"
             elif end < last_step:
                 lost[seed] = f"ended at step {end} of {last_step}"
-            elif missing > 0:  # of a run that is in two sides each step is there twice
-                lost[seed] = f"{missing} of {expected} final steps are not in the log"
+            elif logged < expected:
+                lost[seed] = f"{expected - logged} of {expected} final steps are not in the log"
             else:
-                losses[seed] = means[run]
+                losses[seed] = means[key]
         seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost)
     return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step)
 
