@@ -395,7 +395,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
     damaged = []
     name = f"logs/{run.log.name}"
     try:
-        log = read_log(run.log, allow_empty=True, mend=False)
+        log = read_log(run.log, mend=False)
     except OSError as error:
         damaged.append(f"{name} cannot be read ({error.strerror or error})")
     except NotALog:
@@ -404,7 +404,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
     if log is None:
-        log = read_log([], allow_empty=True)
+        log = read_log([])
     try:
         events = read_tensorboard(run.tensorboard)
     except NotATensorBoardFolder:
@@ -463,7 +463,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
         ended = cause(None, tail(path)) if path.is_file() else None
         if ended is None:
             raise
-        return [read_log([], allow_empty=True)], ended
+        return [read_log([])], ended
     return reads, cause(None, tail(path)) if len(reads) == 1 else None
 
 
@@ -476,9 +476,9 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
     logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
+    reads = {file: read for file in logs if len((read := read_log(file)).rows)}  # dmesg has none
     of_ranks = [
-        read_log(file, allow_empty=True, mend=False)
+        read_log(file, mend=False)
         for rank in ranks
         for file in (rank / "stderr.log", rank / "stdout.log")
         if not reads and file.is_file()
@@ -543,7 +543,7 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
 def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
     """The rank that has the loss, with the memory of the fullest."""
     if not any(len(read.rows) for read in reads):
-        return read_log([], allow_empty=True)
+        return read_log([])
     read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
     memory = ["memory_gib", "memory_pct"]
     fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
