@@ -36,10 +36,10 @@ from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
-from moelab.runs.failure import cause, rank_folders, tail
+from moelab.runs.failure import cause, rank_folders
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
-from moelab.runs.log_text import NotALog
+from moelab.runs.log_text import NotALog, tail
 from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
