@@ -475,7 +475,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
-    logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
+    logs = [file for file in _logs(folder) if file.parent not in ranks]
     reads = {file: read for file in logs if len((read := read_log(file)).rows)}  # dmesg has none
     of_ranks = [
         read_log(file, mend=False)
@@ -516,16 +516,17 @@ def _read_exports(files: Sequence[Path]) -> list[MetricsRead]:
     return [replace(read, notes=(*read.notes, *(f"left out: {fault}" for fault in faults))) for read in reads]
 
 
-def _files(folder: Path) -> list[Path]:
-    """Files at most three folders down, not in hidden ones nor in those that hold no log."""
-    files: list[Path] = []
+def _logs(folder: Path) -> list[Path]:
+    """Logs by their names, at most three folders down, not in hidden ones nor in those that hold none."""
+    logs: list[Path] = []
     for here, inside, names in os.walk(folder):
         is_deep = len(Path(here).relative_to(folder).parts) > 2
         # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
         # No pipe, no dangling link; unlike Path's, this one is False too of what cannot be looked at.
-        files += [Path(here, name) for name in names if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
-    return sorted(files)
+        named = (name for name in names if _LOG_NAME.search(name))
+        logs += [Path(here, name) for name in named if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
+    return sorted(logs)
 
 
 def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
