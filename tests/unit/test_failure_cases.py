@@ -83,8 +83,7 @@ def summary(
 
 
 def steps(*numbers: int, rank: int = 0) -> str:
-    lines = (step_text(number, 9 - number / 100, memory_gib=60) for number in numbers)
-    return "".join(titan_line(number, line, f"[rank{rank}]:") for number, line in zip(numbers, lines, strict=True))
+    return "".join(titan_line(n, step_text(n, 9 - n / 100, memory_gib=60), f"[rank{rank}]:") for n in numbers)
 
 
 def left(folder: Path, files: dict[str, str]) -> Path:
