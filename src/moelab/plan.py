@@ -208,7 +208,7 @@ def titan_config(experiment: Experiment) -> dict[str, Any]:
 
     capability = gpu_of(experiment.hardware).capability
     # Rounded, because 10.3 has no exact binary form.
-    assumed = assume_gpu((int(capability), round(capability * 10) % 10)) if capability else nullcontext()
+    assumed = assume_gpu(divmod(round(10 * capability), 10)) if capability else nullcontext()
     with assumed:
         resolved: dict[str, Any] = json.loads(json.dumps(trainer_config(experiment).to_dict(), default=str))
     return resolved

@@ -39,7 +39,7 @@ from moelab.layout.rules import faults_of_degrees, pipeline_faults
 from moelab.memory import estimate
 from moelab.projection.calibration import CALIBRATION, Calibration
 from moelab.projection.job import job_of
-from moelab.projection.project import Projection, can_be_placed, on_cluster, project, require_figures
+from moelab.projection.project import Projection, can_be_placed, on_cluster, project
 from moelab.projection.step import work_s
 from moelab.projection.uncertainty import SYSTEM_SPREAD
 
@@ -357,7 +357,6 @@ class Space:
         calibration: Calibration = CALIBRATION,
     ) -> None:
         self.cluster = cluster or cluster_of(experiment.hardware)
-        require_figures(experiment, self.cluster)
         # Rules and memory are those of the cluster's GPU, as in the projections, whatever the experiment's hardware is.
         experiment = on_cluster(experiment, self.cluster)
         self.experiment, self.calibration = experiment, calibration

@@ -22,6 +22,7 @@ from stand_in import step_text, titan_line
 from moelab.errors import BadInput
 from moelab.runs import failure
 from moelab.runs.collect import collect
+from moelab.runs.log_text import tail
 from moelab.runs.status import State
 
 LIB = "/opt/env/lib/python3.12/site-packages"
@@ -82,8 +83,7 @@ def summary(
 
 
 def steps(*numbers: int, rank: int = 0) -> str:
-    lines = (step_text(number, 9 - number / 100, memory_gib=60) for number in numbers)
-    return "".join(titan_line(number, line, f"[rank{rank}]:") for number, line in zip(numbers, lines, strict=True))
+    return "".join(titan_line(n, step_text(n, 9 - n / 100, memory_gib=60), f"[rank{rank}]:") for n in numbers)
 
 
 def left(folder: Path, files: dict[str, str]) -> Path:
@@ -474,7 +474,7 @@ def test_a_huge_standard_error_and_a_huge_log_are_read_from_their_end(tmp_path: 
             stream.seek(0, os.SEEK_END)
             stream.write(b"\n" + b"noise \xff\n" * 1000 + raised("ValueError: the cause").encode())
     assert str(failure.cause(tmp_path / "logs", "")) == "rank 0: ValueError: the cause"
-    assert str(failure.cause(None, failure.tail(file))) == "ValueError: the cause"
+    assert str(failure.cause(None, tail(file))) == "ValueError: the cause"
 
 
 def test_a_line_of_megabytes_takes_no_longer_than_its_beginning() -> None:

@@ -286,11 +286,8 @@ def test_three_nodes_over_gloo(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", RANKS, str(tmp_path), *arguments], env=shared, check=True)
     printed = [(tmp_path / f"said{rank}").read_text() for rank in range(3)]
     written = json.loads(output.read_text())
-    assert (written["stage"], written["backend"], written["inside_gb_s"]) == (
-        "finished",
-        "gloo",
-        {},
-    )  # one rank on each
+    assert (written["stage"], written["backend"]) == ("finished", "gloo")
+    assert written["inside_gb_s"] == {}  # one rank on each
     assert written["gemm_ms"].keys() == {f"n{rank} rank {rank}" for rank in range(3)}
     assert written["node_findings"].keys() == {"n0", "n1", "n2"}
     assert {tuple(sorted(pair)) for *pair, _ in written["pairs_gb_s"]} == {*combinations(("n0", "n1", "n2"), 2)}

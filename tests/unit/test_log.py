@@ -366,13 +366,13 @@ def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
 # Bad input ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_without_steps_is_empty_where_that_may_be_and_a_missing_one_never(tmp_path: Path) -> None:
+def test_a_file_without_steps_is_an_empty_table_and_a_missing_one_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("step by step\n")
-    empty = read_log(path, allow_empty=True)
+    empty = read_log(path)
     assert (len(empty.rows), empty.segments, tuple(empty.rows.columns)) == (0, 0, COLUMNS)
     with pytest.raises(NotALog, match="no such file"):
-        read_log(tmp_path / "missing.log", allow_empty=True)
+        read_log(tmp_path / "missing.log")
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch import distributed as dist
 
 # Shape suffixes: T tokens of this rank, K experts of a token, U tokens received (once each), R rows (one for each
 # token and local expert, padded), D features, e local experts, W ranks.
+Rows = TypeVar("Rows", int, torch.Tensor)
 
 
 class StandInBuffer:
@@ -95,7 +96,7 @@ class StandInBuffer:
                 unused = (0, 0, 0, tokens - len(handle.recv_src_metadata))
                 handle.recv_src_metadata = F.pad(handle.recv_src_metadata, unused, value=2**30)
         slots_UK = _slots(handle)
-        groups_end = -(-int(handle.psum_num_recv_tokens_per_expert[-1]) // expert_alignment) * expert_alignment
+        groups_end = _aligned(int(handle.psum_num_recv_tokens_per_expert[-1]), expert_alignment)
 
         def empty_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             rows = torch.empty((handle.num_expanded_tokens, *shape), dtype=dtype, device=topk_idx.device)
@@ -161,7 +162,7 @@ class StandInBuffer:
     ) -> SimpleNamespace:
         local, top_k = experts // self.ranks, topk_idx.shape[1]
         counts_e = torch.bincount(ids_UK[ids_UK >= 0], minlength=local)
-        aligned_e = (counts_e + alignment - 1) // alignment * alignment
+        aligned_e = _aligned(counts_e, alignment)
         starts_e = aligned_e.cumsum(0) - aligned_e
         slots_UK = torch.full_like(ids_UK, -1)  # the row of each received token at each of its experts
         for expert in range(local):
@@ -190,7 +191,10 @@ class StandInBuffer:
 
 def most_rows(tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
     """Rows for which DeepEP makes room without a host sync: all ``tokens`` of all ranks at as many experts as fit."""
-    rows = tokens * min(top_k, local_experts) + (alignment - 1) * local_experts
+    return _aligned(tokens * min(top_k, local_experts) + (alignment - 1) * local_experts, alignment)
+
+
+def _aligned(rows: Rows, alignment: int) -> Rows:
     return (rows + alignment - 1) // alignment * alignment
 
 

@@ -22,7 +22,7 @@ from typing import Literal
 from moelab.finding import Finding, fault, known_faults
 from moelab.health.deepep import find_build
 from moelab.machine import GpusUnknown, Machine, gpus, this_machine
-from moelab.runs.failure import tail
+from moelab.runs.log_text import tail
 
 NAME = "smoke test"
 RANKS = 2

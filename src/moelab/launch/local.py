@@ -35,11 +35,13 @@ from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command, end_processes, living
 from moelab.machine import boot_id, environment
 from moelab.model import TOKENIZERS
-from moelab.runs import directory, failure
+from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
+from moelab.runs.failure import cause
 from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
+from moelab.runs.log_text import tail
 from moelab.runs.side_files import converted_modules
 from moelab.runs.statements import Statement
 from moelab.runs.status import FILE as STATUS_FILE
@@ -300,9 +302,9 @@ def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tup
 
 def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
     """What failed first in a launch, or None; the arguments are those of :func:`ended`."""
-    tail = failure.tail(run.log, start=log_start)
     traces = run.path / "comm_traces"  # where TorchTitan has the flight recorder dump
-    return failure.cause(logs, tail, ranks_per_node=run.experiment.gpus_per_node, traces=traces)
+    log = tail(run.log, start=log_start)
+    return cause(logs, log, ranks_per_node=run.experiment.gpus_per_node, traces=traces)
 
 
 def no_space(folder: Path) -> str | None:

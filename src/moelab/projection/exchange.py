@@ -72,7 +72,7 @@ def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: i
         nvlink *= float(calibration.nccl_pair)
     if ranks <= together:
         return moved / nvlink + float(calibration.collective_s)
-    # without a figure nothing is sent over the network: `require_figures` has refused what would
+    # without a figure nothing is sent over the network: `on_cluster` has refused what would
     network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
     nodes = ranks / together
     # data goes round in pieces, so the slower kind of link sets the pace and the other adds nothing

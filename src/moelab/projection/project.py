@@ -126,7 +126,6 @@ def project(
         BadInput: if the hardware lacks a figure that is needed, or has no such profile.
     """
     cluster = cluster or cluster_of(experiment.hardware)
-    require_figures(experiment, cluster)
     experiment = on_cluster(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
     verdict = check(experiment)
     if not verdict.legal or verdict.layout is None:
@@ -166,7 +165,12 @@ def gain_over(with_it: Projection, without: Projection, calibration: Calibration
 
 
 def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
-    """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability."""
+    """The experiment with a hardware profile of the cluster's GPU, which the rules ask for its capability.
+
+    Raises:
+        BadInput: if the cluster lacks what a projection needs, or no profile has a GPU of its kind.
+    """
+    _require_figures(experiment, cluster)
     if cluster == cluster_of(experiment.hardware):
         return experiment
     if cluster.name in PROFILES:  # its NVLink domains too decide what spans nodes
@@ -186,7 +190,7 @@ def can_be_placed(experiment: Experiment, ep: int, node: Node) -> bool:
     return experiment.world_size == joined or joined % ep == 0 or ep % joined == 0
 
 
-def require_figures(experiment: Experiment, cluster: Cluster) -> None:
+def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
     """Check that a cluster has what a projection of an experiment needs.
 
     Raises:

@@ -36,10 +36,10 @@ from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
-from moelab.runs.failure import cause, rank_folders, tail
+from moelab.runs.failure import cause, rank_folders
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
-from moelab.runs.log_text import NotALog
+from moelab.runs.log_text import NotALog, tail
 from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
@@ -395,7 +395,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
     damaged = []
     name = f"logs/{run.log.name}"
     try:
-        log = read_log(run.log, allow_empty=True, mend=False)
+        log = read_log(run.log, mend=False)
     except OSError as error:
         damaged.append(f"{name} cannot be read ({error.strerror or error})")
     except NotALog:
@@ -404,7 +404,7 @@ def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list
         elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
             damaged.append(f"{name} is missing")
     if log is None:
-        log = read_log([], allow_empty=True)
+        log = read_log([])
     try:
         events = read_tensorboard(run.tensorboard)
     except NotATensorBoardFolder:
@@ -463,7 +463,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
         ended = cause(None, tail(path)) if path.is_file() else None
         if ended is None:
             raise
-        return [read_log([], allow_empty=True)], ended
+        return [read_log([])], ended
     return reads, cause(None, tail(path)) if len(reads) == 1 else None
 
 
@@ -475,10 +475,10 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
-    logs = [file for file in _files(folder) if _LOG_NAME.search(file.name) and file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file, allow_empty=True)).rows)}  # dmesg has none
+    logs = [file for file in _logs(folder) if file.parent not in ranks]
+    reads = {file: read for file in logs if len((read := read_log(file)).rows)}  # dmesg has none
     of_ranks = [
-        read_log(file, allow_empty=True, mend=False)
+        read_log(file, mend=False)
         for rank in ranks
         for file in (rank / "stderr.log", rank / "stdout.log")
         if not reads and file.is_file()
@@ -516,16 +516,17 @@ def _read_exports(files: Sequence[Path]) -> list[MetricsRead]:
     return [replace(read, notes=(*read.notes, *(f"left out: {fault}" for fault in faults))) for read in reads]
 
 
-def _files(folder: Path) -> list[Path]:
-    """Files at most three folders down, not in hidden ones nor in those that hold no log."""
-    files: list[Path] = []
+def _logs(folder: Path) -> list[Path]:
+    """Logs by their names, at most three folders down, not in hidden ones nor in those that hold none."""
+    logs: list[Path] = []
     for here, inside, names in os.walk(folder):
         is_deep = len(Path(here).relative_to(folder).parts) > 2
         # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
         # No pipe, no dangling link; unlike Path's, this one is False too of what cannot be looked at.
-        files += [Path(here, name) for name in names if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
-    return sorted(files)
+        named = (name for name in names if _LOG_NAME.search(name))
+        logs += [Path(here, name) for name in named if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
+    return sorted(logs)
 
 
 def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
@@ -543,7 +544,7 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
 def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
     """The rank that has the loss, with the memory of the fullest."""
     if not any(len(read.rows) for read in reads):
-        return read_log([], allow_empty=True)
+        return read_log([])
     read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
     memory = ["memory_gib", "memory_pct"]
     fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()

@@ -34,13 +34,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from moelab.runs.log_text import LogBytes
+from moelab.runs.log_text import tail
 from moelab.runs.statements import TRACEBACK, Kind, Scan, Statement, kind_of
 
 MESSAGE_LENGTH: Final = 280
 """Characters of a message; with its rank in front it has less than 300."""
 RANK_TAIL_BYTES: Final = 1_000_000
-LOG_TAIL_BYTES: Final = 32 << 20
 _PLACE = re.compile(r"(?:node(\d+)/)?(?:[^/]+/)?attempt_(\d+)/(\d+)$")
 _DUMP = re.compile(r"^(?:nccl_trace|comm_lib_trace|[\w-]*trace)?_?rank_(?:.*_)?(\d+)(?:\.(?:json|pkl|pickle))?$")
 _LARGEST_BYTES = 256 << 20
@@ -143,21 +142,6 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
     text = called if called.startswith(TRACEBACK) and (words or kind) in called else f"{TRACEBACK}:\n{message}"
     statements = list(Scan(text, is_exception=True).statements()) or [Statement(kind=kind_of(message), message=message)]
     yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in statements)
-
-
-def tail(file: Path, size: int = LOG_TAIL_BYTES, *, start: int = 0) -> str:
-    """The last ``size`` bytes of a log behind ``start``; of one that is packed or in UTF-16, of its text."""
-    log = LogBytes(file)
-    if not log.is_plain:
-        text = bytearray()
-        for block in log:
-            text += block
-            if len(text) > 2 * size:
-                del text[:-size]
-        return text[-size:].decode(errors="replace")
-    with file.open("rb") as stream:
-        stream.seek(max(start, file.stat().st_size - size))
-        return stream.read(size).decode(errors="replace")
 
 
 def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:

@@ -165,7 +165,7 @@ class LogFollower:
         return self._segments.rows_at(keys)
 
     def result(self) -> MetricsRead:
-        """Return everything read so far, as :func:`read_log` with ``allow_empty`` and without ``mend`` would."""
+        """Return everything read so far, as :func:`read_log` without ``mend`` would."""
         return metrics_read(*self._segments.columns(), notes=self._segments.notes)
 
     def _read_on(self, file: BinaryIO) -> None:

@@ -60,7 +60,7 @@ from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -167,28 +167,24 @@ SORTED_LINES: Final = 4_000
 _LONGEST_LINE_BYTES: Final = 1 << 16
 
 
-def read_log(
-    source: str | Path | Iterable[str | bytes], *, allow_empty: bool = False, mend: bool = True
-) -> MetricsRead:
+def read_log(source: str | Path | Iterable[str | bytes], *, mend: bool = True) -> MetricsRead:
     """Read a whole log, in memory that depends on the number of its rows and not on its size.
+
+    The table of a log without a step line is empty: its job may have just started.
 
     Args:
         source: path of a log, as :class:`moelab.runs.log_text.LogBytes` takes it, or its lines as text or bytes.
-        allow_empty: return an empty table for a log without a step line: its job may have just started.
         mend: look for lines that someone wrapped; nobody did in a log that a job of ours writes.
 
     Raises:
-        NotALog: there is no such file, or no step line in it and ``allow_empty`` is False.
+        NotALog: there is no such file, or it is packed in a way that cannot be unpacked here.
 
     >>> line = "step: 10  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A"
     >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
     [[10.0, 7.2, 4000.0]]
     """
     log = _Log(source, mend=mend)
-    read = metrics_read(*log.segments.columns(), notes=log.notes)
-    if not allow_empty and not len(read.columns["step"]):
-        log.refuse()
-    return read
+    return metrics_read(*log.segments.columns(), notes=log.notes)
 
 
 def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[MetricsRead]:
@@ -197,12 +193,16 @@ def read_runs(path: Path, settings: Sequence[Mapping[str, str]] = ()) -> list[Me
     ``settings`` are those of each launch in it, in the order of the file, as far as they are known.
 
     Raises:
-        NotALog: as :func:`read_log`.
+        NotALog: as :func:`read_log`, or no step line is in it.
         BadInput: the lines of two runs are mixed, so that nothing says which is whose.
     """
     log = _Log(path)
     if not any(segment.rows.steps for segment in log.segments.all):
-        log.refuse()
+        seen = what_was_seen(log.beginning())
+        raise NotALog(
+            f"{path}: no TorchTitan step line ('step: N  loss: …  memory: …  tps: …  mfu: …') found"
+            f"{seen and '; '}{seen}. Give the output of a TorchTitan training (its stdout, from the rank that logs)"
+        )
     if two := log.segments.disagreements:
         step, (first, second) = next(iter(two.items()))
         raise BadInput(
@@ -216,7 +216,6 @@ class _Log:
     """A log read once, and again without the line breaks that someone put into it if its step lines are broken."""
 
     def __init__(self, source: str | Path | Iterable[str | bytes], *, mend: bool = True) -> None:
-        self.name = str(source) if isinstance(source, str | Path) else "the given lines"
         self._content: LogBytes | list[bytes]
         if not isinstance(source, str | Path):
             lines = (line.encode(errors="replace") if isinstance(line, str) else line for line in source)
@@ -237,14 +236,6 @@ class _Log:
         self.notes = self.segments.notes
         if isinstance(self._content, LogBytes) and self._content.damage:
             self.notes = (self._content.damage, *self.notes)
-
-    def refuse(self) -> NoReturn:
-        """Say what is there instead of step lines."""
-        seen = what_was_seen(self.beginning())
-        raise NotALog(
-            f"{self.name}: no TorchTitan step line ('step: N  loss: …  memory: …  tps: …  mfu: …') found"
-            f"{seen and '; '}{seen}. Give the output of a TorchTitan training (its stdout, from the rank that logs)"
-        )
 
     def blocks(self) -> Iterator[bytes]:
         """Yield whole lines."""

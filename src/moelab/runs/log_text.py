@@ -21,6 +21,7 @@ from moelab.errors import BadInput
 BLOCK_BYTES: Final = 1 << 20
 WRAPPED_BYTES: Final = 16 << 20
 """A longer file is no paste, and is not searched for wrapped lines."""
+TAIL_BYTES: Final = 32 << 20
 _PACKED_BLOCK_BYTES: Final = 1 << 16
 _UNPACKERS: Final[dict[bytes, Callable[[], Any]]] = {
     b"\x1f\x8b": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
@@ -127,6 +128,21 @@ class LogBytes:
                 self.damage = f"{self._path.name} is cut off: its end is missing"
 
 
+def tail(file: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
+    """The last ``size`` bytes of a log behind ``start``; of one that is packed or in UTF-16, of its text."""
+    log = LogBytes(file)
+    if not log.is_plain:
+        text = bytearray()
+        for block in log:
+            text += block
+            if len(text) > 2 * size:
+                del text[:-size]
+        return text[-size:].decode(errors="replace")
+    with file.open("rb") as stream:
+        stream.seek(max(start, file.stat().st_size - size))
+        return stream.read(size).decode(errors="replace")
+
+
 def _utf16(block: bytes) -> str | None:
     """Return the encoding of a text of which every second byte is zero; all are in the hole of a file."""
     odd, even = (block[start:200:2].strip(b"\0") for start in (3, 2))  # behind the mark, if there is one
@@ -146,8 +162,8 @@ def unwrapped(text: bytes) -> bytes:
     """
     lines = []
     for line in COLOUR.sub(b"", text).splitlines():
-        head, blank, tail = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
-        lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(tail) else head + tail))
+        head, blank, last = line.lstrip(b"> \t").rstrip(b" \t\\=").rpartition(b"  ")  # a mail's and a shell's marks
+        lines.append(_BLANKS.sub(b"", head if blank and _SOURCE_LINE.fullmatch(last) else head + last))
     records = b"".join(lines).count(b"step:")
     # A start counts if no record lacks it: else some lines merely happen to begin like one.
     starts = next((s for s in _RECORD_STARTS if sum(bool(s.match(line)) for line in lines) >= records), None)

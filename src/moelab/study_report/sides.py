@@ -267,7 +267,7 @@ def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
         return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
     reason = one.reason
     with suppress(BadInput, OSError):  # without a log nothing hints at a divergence
-        if diverged := read_log(one.run.log, allow_empty=True, mend=False).reason:
+        if diverged := read_log(one.run.log, mend=False).reason:
             reason = Doubtful(f"{reason}; {diverged}")
     return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=reason)
 
