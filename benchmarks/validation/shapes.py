@@ -83,6 +83,8 @@ def arm_of(name: str) -> dict[str, str]:
             fields["wgrad"] = one.removeprefix("wgrad-")
         elif one.startswith("flex-"):
             fields["attention_backend"] = one.replace("-", "_")
+        elif one == "linears":
+            fields["quantize"] = "experts+linears"
         else:
             fields["activation_checkpoint"] = one
     if fields["precision"] == "mxfp8" and "dispatch_precision" in fields:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 import pytest
+from validation.shapes import arm_of
 
 from moelab.analysis.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
 
@@ -103,3 +104,13 @@ def test_rows_of_another_code_are_another_result() -> None:
     assert results[None].ratio == pytest.approx(1.2)
     assert (results[CODE].ratio, results[CODE].stock) == (None, None)
     assert [gain["code"] for gain in layer_gains(rows)] == [None]
+
+
+def test_names_are_read_as_the_arms_that_ran() -> None:
+    from h100_two_by_two import ARMS
+
+    stock = {"precision": "bf16", "ep_backend": "standard"}
+    for arm, settings in ARMS.items():
+        if "host_sync" not in settings:  # no field of an experiment
+            ran = {name: value for name, value in settings.items() if name != "mxfp8_kernels"}
+            assert {**stock, **arm_of(arm)} == {**stock, **ran}, arm
