@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="each arm runs once with each")
     parser.add_argument("--precisions", nargs="+", default=["bf16"], help="of the arms that have none of their own")
     parser.add_argument("--arms", nargs="+", default=ORDER, choices=ARMS, help="one run each, in this order")
     parser.add_argument("--dry", action="store_true")
@@ -153,7 +153,7 @@ def main() -> None:
     content: dict[str, Any] = {"label": "measured", "date": datetime.now(UTC).isoformat(), "environment": environment()}
     content["results"] = []
     for precision in options.precisions:
-        for seed in range(options.seeds):
+        for seed in options.seeds:
             result: dict[str, Any] = {"precision": precision, "seed": seed, "runs": []}
             content["results"].append(result)
             for arm in options.arms:

@@ -20,7 +20,6 @@ from moelab.analysis.two_by_two import (
     ArmResult,
     arm_results,
     checkpointing_pairs,
-    checkpointing_words,
     goal_lines,
     layer_gains,
 )
@@ -93,27 +92,49 @@ def test_the_two_by_twos_rows(shape: str) -> None:
 
 
 def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
-    rows = load_measured(TWO_BY_TWO).rows
-    found: dict[str, list[tuple[ArmResult, ArmResult]]] = {}
-    for stock, arm in (pair for pairs in checkpointing_pairs(rows) for pair in pairs):
-        name = f"{MODELS[stock.shape].rpartition(', ')[0]}, {checkpointing_words(stock.activation_checkpoint)}"
-        found.setdefault(name, []).append((stock, arm))
-    assert found
-    for name, pairs in found.items():
-        stocks, arms = map(speeds, zip(*pairs, strict=True))
-        gains = slashed((arm.tps / stock.tps for stock, arm in pairs), ".2f")
-        short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
-        says(f"| {name} | {stocks} | {arms} | {gains} ×{short} |")
+    rows = [row for row in load_measured(TWO_BY_TWO).rows if row.get("campaign") == "2026-11-29T15:20"]
+    assert {(row["steps"], row["order"]) for row in rows} == {(8, 0), (8, 1)}
     layers: dict[str, dict[str, Any]] = {}
-    for gain in (one for one in layer_gains(rows) if one["code"] is None):
-        layers.setdefault(checkpointing_words(gain["activation_checkpoint"]), {})[gain["routing"]] = gain
-    assert layers
-    for words, by_routing in layers.items():
+    for gain in (one for one in layer_gains(rows) if "no-host-sync" not in one["arm"]):
+        layers.setdefault(gain["activation_checkpoint"], {})[gain["routing"]] = gain
+    found: dict[tuple[str, str], list[tuple[ArmResult, ArmResult]]] = {}
+    best: dict[str, list[tuple[ArmResult, ArmResult]]] = {}
+    assert checkpointing_pairs(rows) == checkpointing_pairs(load_measured(TWO_BY_TWO).rows)  # the newest of the whole
+    for pairs in checkpointing_pairs(rows):
+        for stock, arm in pairs:
+            found.setdefault((stock.activation_checkpoint, stock.shape), []).append((stock, arm))
+        sides = [max(side, key=lambda one: one.tps) for side in zip(*pairs, strict=True)]
+        best.setdefault(pairs[0][0].shape, []).append((sides[0], sides[1]))
+    cells: dict[str, list[str]] = {}
+    for (kind, _), pairs in found.items():
+        stocks, arms = map(speeds, zip(*pairs, strict=True))
+        short = ", stock short of memory" if any(stock.retries for stock, _ in pairs) else ""
+        cells.setdefault(kind, []).append(f"{stocks} → {arms}: {gained(pairs)}{short}")
+    for kind, by_routing in layers.items():
         stock_ms, arm_ms, ratio = (
             slashed((by_routing[routing][key] for routing in ROUTINGS), form)
             for key, form in (("stock_ms", ".1f"), ("arm_ms", ".1f"), ("ratio", ".2f"))
         )
-        says(f"| a MoE layer, {words} | {stock_ms} ms | {arm_ms} ms | {ratio} × |")
+        cells[kind].append(f"{stock_ms} → {arm_ms} ms: {ratio} ×")
+    assert sorted(cells) == ["full", "none", "selective"]
+    cells["best of each side"] = [
+        f"{' and '.join(one.activation_checkpoint for one in pairs[0])}: {gained(pairs)}" for pairs in best.values()
+    ]
+    for kind, texts in cells.items():
+        says(f"| {kind} | {' | '.join(texts + [''] * (3 - len(texts)))} |".replace("  ", " "))
+    enough = {key: pairs for key, pairs in found.items() if not any(stock.retries for stock, _ in pairs)}
+    none, full = (
+        [arm.tps / stock.tps for (of, _), pairs in enough.items() if of == kind for stock, arm in pairs]
+        for kind in ("none", "full")
+    )
+    without, under_full = (f"{min(gains):.2f} to {max(gains):.2f}" for gains in (none, full))
+    says(f"selective checkpointing, {under_full.split()[-1]} × under full, and {without} × at five without any")
+    notebook = (ROOT / "notebooks/04_dispatch_with_deepep.ipynb").read_text()
+    assert f"best arm is {without} times as fast as stock; under full checkpointing {under_full} times" in notebook
+
+
+def gained(pairs: Iterable[tuple[ArmResult, ArmResult]]) -> str:
+    return f"{slashed((arm.tps / stock.tps for stock, arm in pairs), '.2f')} ×"
 
 
 def of_campaign(campaign: str, checkpointing: str = "selective") -> list[dict[str, Any]]:
@@ -140,7 +161,7 @@ def test_fp8_experts_in_one_pass() -> None:
     says(f"{deepest} × TorchTitan at ten MoE layers with both under selective checkpointing")
     gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(earlier)}
     before = [slashed((gains[arm, routing]["ratio"] for routing in ROUTINGS), ".2f") for arm in arms]
-    says(f"a layer of the day before on another node was {before[0]} and {before[1]} ×")
+    says(f"its layers were {before[0]} and {before[1]} ×")
     gains = {(gain["arm"], gain["routing"]): gain for gain in layer_gains(rows)}
 
     def layer(arm: str, key: str, form: str = ".1f") -> str:
@@ -149,11 +170,23 @@ def test_fp8_experts_in_one_pass() -> None:
     cells = [f"{layer(arms[0], 'stock_ms')} ms"]
     cells += [f"{layer(arm, 'arm_ms')} ms: {layer(arm, 'ratio', '.2f')} ×" for arm in arms]
     says(f"| a MoE layer | {' | '.join(cells)} |")
-    full = arm_results(of_campaign("29T12:47", "full"))
-    stock, best = (
-        both_routings((one for one in full if one.shape == "671B MoE-heavy"), arm) for arm in (STOCK[1], arms[1])
-    )
-    says(f"stock {speeds(stock)} tokens/s, the arm with weight gradients in FP8 {speeds(best)}: {ratios(best)}")
+    says(f"the same arm's was {layer(arms[1], 'ratio', '.2f')} × two hours before")
+    says(f"With weight gradients in BF16 it was {layer(arms[0], 'ratio', '.2f')} × then")
+
+
+def test_no_host_sync() -> None:
+    rows = of_campaign("29T15:20")
+    best = f"{BEST.replace('_dispatch', '_wgrad-fp8_dispatch')}_flex_tiles"
+    results = {(one.shape, one.routing, one.arm): one.tps for one in arm_results(rows)}
+    without = best.replace("_flex", "_no-host-sync_flex")
+    longer = [
+        100 * (results[shape, routing, best] / results[shape, routing, without] - 1)
+        for shape in DEPTHS
+        for routing in ROUTINGS
+    ]
+    gib = {row["arm"]: row["peak_reserved_gib"] for row in rows if DEPTHS[row["shape"]] == 10}
+    says(f"takes {min(longer):.1f} to {max(longer):.1f} % longer without it")
+    says(f"reserves {gib[without]:.1f} instead of {gib[best]:.1f} GiB with ten layers")
 
 
 def test_memory_of_fp8_experts_in_one_pass() -> None:
@@ -217,23 +250,6 @@ def test_how_many_products_were_fp8_before() -> None:
     )
     kernels = [one for one in profile["kernels"] if one["kernel"].startswith("_ZN7cutlass13device_kernelINS_4gemm")]
     says(f"has {sum(one['calls'] for one in kernels):.0f} grouped FP8 kernels in a step of five layers, six per layer")
-
-
-def test_how_much_faster_the_best_arm_is_said_to_be() -> None:
-    pairs = [pair for pairs in checkpointing_pairs(load_measured(TWO_BY_TWO).rows) for pair in pairs]
-
-    def span(checkpointing: str, *shapes: str) -> str:
-        found = [
-            arm.tps / stock.tps
-            for stock, arm in pairs
-            if stock.activation_checkpoint == checkpointing and stock.shape in shapes
-        ]
-        return f"{min(found):.2f} to {max(found):.2f} ×"
-
-    none, full = span("none", "671B MoE-heavy"), span("full", "671B MoE-heavy", "671B, 10 MoE layers")
-    says(f"{none} TorchTitan without checkpointing, {full} with both under full checkpointing")
-    ten = span("selective", "671B, 10 MoE layers").split()[0]
-    says(f"with five MoE layers ({none}) and reaches it with ten ({ten} × or more")
 
 
 def test_what_is_said_of_the_two_by_two() -> None:
@@ -303,18 +319,6 @@ def test_exchanges_alone() -> None:
         says(f"{operation} takes {', '.join(fewer)} and {most} ms")
 
 
-def test_losses_of_fp8_arms_with_deepep() -> None:
-    found = results_of("dispatcher_losses_fp8_h200")["results"][0]
-    gaps = found["largest_difference"]
-    best, bf16_wgrad, deepep, nudged = (
-        f"{gaps[' | '.join(sorted((arm, 'standard')))]:.2f}" for arm in ("best", "best_bf16_wgrad", "deepep", "nudged")
-    )
-    says(
-        f"from the standard run by up to {best} nats, with weight gradients in BF16 by {bf16_wgrad}",
-        f"where DeepEP in BF16 drifts by {deepep} and the nudged run by {nudged}",
-    )
-
-
 def test_losses_of_the_dispatchers() -> None:
     (found,) = results_of("dispatcher_losses_h200")["results"]
     differ = {frozenset(pair.split(" | ")): value for pair, value in found["largest_difference"].items()}
@@ -358,11 +362,19 @@ def test_one_gpu() -> None:
     says(f"saves another {100 * ratios['02:25', 'bf16_standard_flex_flash'] - 100:.1f} % of the step")
 
 
-def test_losses_on_one_gpu() -> None:
-    for result in results_of("dispatcher_losses_one_h200")["results"]:
+@pytest.mark.parametrize(
+    ("study", "arms"),
+    [
+        ("dispatcher_losses_one_h200", ("nudged", "fp8", "fp8_wgrad", "fp8_linears", "mxfp8")),
+        ("dispatcher_losses_fp8_h200", ("nudged", "deepep", "best_bf16_wgrad", "best")),
+    ],
+)
+def test_losses_of_fp8_arms(study: str, arms: tuple[str, ...]) -> None:
+    for result in results_of(study)["results"]:
         losses = {run["arm"]: run["losses"] for run in reversed(result["runs"])}
+        assert all(run["losses"] == losses["standard"] for run in result["runs"] if run["arm"] == "standard")
         cells = []
-        for arm in ("nudged", "fp8", "fp8_wgrad", "fp8_linears", "mxfp8"):
+        for arm in arms:
             apart = [one - other for one, other in zip(losses.get(arm, []), losses["standard"], strict=False)]
             cells.append(f" {statistics.mean(apart[-10:]):+.3f}, {max(map(abs, apart)):.2f} " if apart else " ")
         says(f"| seed {result['seed']} |{'|'.join(cells)}|".replace("-", "−"))

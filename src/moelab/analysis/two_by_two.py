@@ -235,8 +235,8 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     """Stock and the fastest arm under each checkpointing, of one campaign.
 
     Returns:
-        For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing;
-        nothing where none ran under several.
+        For each shape and routing the pairs of the campaign in which stock ran under most kinds of checkpointing, the
+        last of several; nothing where none ran under several.
     """
     campaigns: dict[tuple[str, str], dict[str | None, list[Mapping[str, Any]]]] = {}
     for row in rows:
@@ -244,7 +244,8 @@ def checkpointing_pairs(rows: Iterable[Mapping[str, Any]]) -> list[list[tuple[Ar
     pairs = []
     # One campaign for each shape and routing: hosts differ, so its rows are not mixed with another's.
     for of_campaign in campaigns.values():
-        mine = max(map(arm_results, of_campaign.values()), key=lambda results: len(_stock_of(results)))
+        last_first = map(arm_results, reversed(of_campaign.values()))
+        mine = max(last_first, key=lambda results: len(_stock_of(results)))
         stock = _stock_of(mine)
         arms = {kind: [one for one in mine if one.activation_checkpoint == kind] for kind in stock}
         # Of a campaign that was cut short, stock may be all there is under a kind.
