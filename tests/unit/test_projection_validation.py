@@ -143,7 +143,7 @@ def test_every_own_measurement_is_in_the_table(rows: tuple[ValidationRow, ...]) 
     later = sorted(row.measured for row in rows if row.source == H100_LATER)
     standard = json.loads((RESULTS / "h100_standard_step.json").read_text())["rows"]
     arms = arm_results(load_measured(TWO_BY_TWO).rows)
-    shown = [arm for arm in arms if not arm.retries and arm.code in (None, CODE)]
+    shown = [one for one in arms if not one.retries and one.code in (None, CODE) and "no-host-sync" not in one.arm]
     assert later == sorted([*(row["tps_median"] for row in standard), *(arm.tps for arm in shown)])
 
 

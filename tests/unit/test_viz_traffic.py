@@ -346,7 +346,14 @@ def test_stocks_best_is_its_fastest_checkpointing() -> None:
     assert checkpointing_table([row for row in rows if row["arm"] == "bf16_standard"]).empty
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in rows]
     assert checkpointing_table(short)["remark"].tolist() == ["stock was short of memory"] * 3
-    assert goal_lines(arm_results(short))[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
+    lines = goal_lines(arm_results(short))
+    assert lines[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
+    assert not any("under the same" in line for line in lines)
+    assert set(result_table(arm_results(short))["remark"]) == {"stock was short of memory"}
+    cramped = [row | {"allocator_retries": int(row["activation_checkpoint"] == "full")} for row in rows]
+    figure = two_by_two_dots(arm_results(cramped), Measurement(name="", content={"label": "measured"}))
+    assert "1.10 times as fast as stock" in figure.layout.title.text  # not 1.25 times one that was short of memory
+    assert [note.text for note in figure.layout.annotations if "×" in note.text] == ["1.25 ×†", "1.10 ×"]
 
 
 def test_full_dispatch_is_held_against_full() -> None:

@@ -33,6 +33,7 @@ their experts in BF16 there, and ``fp8_deepep_dispatch-fp8`` its w2, because Tor
 of a weight where experts are spread over ranks (``spmd_types.shard``)."""
 FUSED = "fused FP8 experts"
 """What a reader sees for :data:`CODE`: an expert's three products are one FP8 function."""
+STOCK_SHORT = "stock was short of memory"
 STOCK_CHECKPOINTING = {"full+dispatch": "full"}
 """TorchTitan's checkpointing that an arm's own kind is held against."""
 DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
@@ -69,6 +70,7 @@ class ArmResult:
     stock: str | None = None  # the arm of STOCK that the ratio is over, in the first campaign that has both
     code: str | None = None  # of moelab, as the rows name it; None of the oldest
     retries: int = 0  # of the allocator in the timed steps; above zero it was short of memory
+    stock_short: bool = False  # of memory, where the ratio is over it in any campaign
 
     @property
     def label(self) -> str:
@@ -128,24 +130,25 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
     for row in rows:
         key = (row["shape"], row["activation_checkpoint"], row["routing"], row["arm"], row.get("code"))
         groups.setdefault(key, {}).setdefault(row.get("campaign"), []).append(row)
-    # Tokens/s and name of stock's faster arm under each checkpointing, by what an arm shares with it.
-    stock: dict[tuple[str, str, str | None, str | None], dict[str, tuple[float, str]]] = {}
+    # Tokens/s, name and retries of stock's faster arm under each checkpointing, by what an arm shares with it.
+    stock: dict[tuple[str, str, str | None, str | None], dict[str, tuple[float, str, int]]] = {}
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
         for campaign, passes in campaigns.items() if arm in STOCK else ():
             rates = stock.setdefault((shape, routing, code, campaign), {})
             # The faster of stock's two settings, whichever was measured first.
-            rates[checkpointing] = max(rates.get(checkpointing, (0.0, "")), (_quartiles(passes)[1], arm))
+            one = (_quartiles(passes)[1], arm, _retries(passes))
+            rates[checkpointing] = max(rates.get(checkpointing, (0.0, "", 0)), one)
     results = []
     for (shape, checkpointing, routing, arm, code), campaigns in groups.items():
         over_alike: list[tuple[float, int]] = []  # each with its steps, the weight
         over_best: list[tuple[float, int]] = []
-        faster_stock: list[str] = []
+        faster_stock: list[tuple[str, int]] = []  # with its retries
         for campaign, passes in campaigns.items():
             rates = stock.get((shape, routing, code, campaign), {})
             tps, steps = _quartiles(passes)[1], sum(row["steps"] for row in passes)
             if (alike := STOCK_CHECKPOINTING.get(checkpointing, checkpointing)) in rates:
                 over_alike.append((tps / rates[alike][0], steps))
-                faster_stock.append(rates[alike][1])
+                faster_stock.append(rates[alike][1:])
             # Under one checkpointing alone that recomputes, a faster one is not known.
             if len(rates) > 1 or "none" in rates:
                 over_best.append((tps / max(rates.values())[0], steps))
@@ -164,9 +167,10 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
                 steps=sum(row["steps"] for row in passes),
                 ratio=_mean(over_alike),
                 best_ratio=_mean(over_best),
-                stock=next(iter(faster_stock), None),
+                stock=faster_stock[0][0] if faster_stock else None,
                 code=code,
-                retries=sum(row.get("allocator_retries") or 0 for row in passes),
+                retries=_retries(passes),
+                stock_short=any(retries for _, retries in faster_stock),
             )
         )
     return results
@@ -175,6 +179,10 @@ def arm_results(rows: Iterable[Mapping[str, Any]]) -> list[ArmResult]:
 def _mean(weighted: Sequence[tuple[float, int]]) -> float | None:
     """Of values with their weights; None of none."""
     return statistics.fmean(*map(list, zip(*weighted, strict=True))) if weighted else None
+
+
+def _retries(passes: Iterable[Mapping[str, Any]]) -> int:
+    return sum(row.get("allocator_retries") or 0 for row in passes)
 
 
 def _quartiles(passes: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
@@ -215,7 +223,7 @@ def goal_lines(results: Sequence[ArmResult]) -> list[str]:
 def _goal_line(what: str, results: Sequence[ArmResult], goal: float) -> str:
     line = f"{what}: goal {goal:.2f} × stock's best"
     over_best = [(result.best_ratio, result) for result in results if result.best_ratio is not None]
-    alike = [(result.ratio, result) for result in results if result.ratio is not None]
+    alike = [(result.ratio, result) for result in results if result.ratio is not None and not result.stock_short]
     if over_best:
         ratio, best = max(over_best, key=lambda pair: pair[0])
         line += f", measured {ratio:.3f} × ({_words(best)}): {'reached' if ratio >= goal else 'missed'}"
@@ -271,7 +279,7 @@ def checkpointing_table(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
                 "best arm's tokens/s": round(arm.tps),
                 "× stock": round(arm.tps / stock.tps, 3),
                 "best arm": arm.label,
-                "remark": "stock was short of memory" if stock.retries else "",
+                "remark": STOCK_SHORT if stock.retries else "",
             }
             for words, stock, arm in shown
         ]
@@ -300,16 +308,16 @@ def result_table(results: Sequence[ArmResult]) -> pd.DataFrame:
             "tokens/s": round(one.tps),
             "quartiles": f"{one.low:,.0f} to {one.high:,.0f}",
             "× stock": None if one.ratio is None else round(one.ratio, 3),
-            "remark": _remarks(one.stock, one.code),
+            "remark": _remarks(one.stock, one.code, stock_short=one.stock_short),
         }
         for one in results
     )
 
 
-def _remarks(stock: str | None, code: str | None) -> str:
+def _remarks(stock: str | None, code: str | None, *, stock_short: bool = False) -> str:
     """What is not as in most rows: stock's setting, and the code."""
     tiles = "stock with flex tiles" if stock not in (None, BASELINE) else ""
-    return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED))))
+    return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED), stock_short * STOCK_SHORT)))
 
 
 def layer_gains(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -259,7 +259,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
     if not drawn:
         return not_measured(measured, "The two-by-two")
     drawn.sort(key=lambda one: -(one.ratio or 0.0))
-    best = drawn[0]
+    best = min(drawn, key=lambda one: one.stock_short)  # the first of those with enough memory on both sides
     # A line for the name of each shape, and below it one for each of its arms, the fastest first.
     rows: dict[tuple[str, str | None], dict[str, ArmResult]] = {}
     for one in drawn:
@@ -275,7 +275,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         subtitle="Tokens/s over those of stock (BF16, standard all-to-all) under the same checkpointing and routing; "
         f"thin models with real layer sizes. Marks: median of {span(one.steps for one in drawn)} steps; bars: "
         f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}; * one pass only, not "
-        f"A B A B. {measured.stamp}.",
+        f"A B A B; † stock was short of memory. {measured.stamp}.",
         note=replayed(measured),
         height=170 + 21 * len(lines),
         width=WIDE,
@@ -305,6 +305,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         if by_routing := rows.get(line):
             ratios = [f"{by_routing[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in by_routing]
             star = "*" if any(len(one.passes) == 1 for one in by_routing.values()) else ""
+            star += "†" if any(one.stock_short for one in by_routing.values()) else ""
             write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
     figure.update_xaxes(range=[0.99, most + 0.085], dtick=0.05, tickformat=".2f", title_text="× stock")
