@@ -308,7 +308,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
             star += "†" if any(one.stock_short for one in by_routing.values()) else ""
             write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
-    figure.update_xaxes(range=[0.99, most + 0.085], dtick=0.05, tickformat=".2f", title_text="× stock")
+    figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f", title_text="× stock")
     figure.update_yaxes(
         tickvals=list(range(len(lines))),
         ticktext=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines],
