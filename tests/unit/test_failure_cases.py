@@ -648,6 +648,12 @@ def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp
         collect(tmp_path)
 
 
+def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp_path: Path) -> None:
+    fuller = steps(1, 2, 3, rank=1).replace("60.00GiB", "63.00GiB")
+    (run,) = collect(left(tmp_path, {"out.0": steps(1, 2, 3), "out.1": fuller}))
+    assert run.rows["memory_gib"].tolist() == [63.0] * 3
+
+
 def test_a_folder_of_logs_without_steps_or_failure_names_them(tmp_path: Path) -> None:
     left(tmp_path, {"train.log": "starting\n"})
     with pytest.raises(BadInput, match=r"train\.log"):
