@@ -669,9 +669,20 @@ def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp
     assert run.rows["memory_gib"].tolist() == [63.0] * 3
 
 
+def test_a_file_that_is_no_log_hides_none(tmp_path: Path) -> None:
+    left(tmp_path, {"old.log": "PK\x03\x04"})
+    with pytest.raises(BadInput, match=r"left out: .*old\.log is a zip archive"):
+        collect(tmp_path)
+    (run,) = collect(left(tmp_path, {"train.log": steps(1, 2, 3) + raised("ValueError: mine")}))
+    assert (len(run.rows), run.status.reason) == (3, "ValueError: mine")
+    assert "old.log is a zip archive" in run.notes[0]
+
+
 def test_a_folder_of_logs_without_steps_or_failure_names_them(tmp_path: Path) -> None:
-    left(tmp_path, {"train.log": "starting\n"})
-    with pytest.raises(BadInput, match=r"train\.log"):
+    with pytest.raises(BadInput, match="nothing in it is a log"):
+        collect(tmp_path)
+    left(tmp_path, {"train.log": "starting\n {'loss': 7.2}\n"})
+    with pytest.raises(BadInput, match=r"in train\.log either; these look like the Hugging Face Trainer's lines"):
         collect(tmp_path)
 
 
