@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -254,16 +253,15 @@ class ExpertExplorer(Explorer):
     The menus begin at the arguments, which are those of :func:`moelab.projection.gemm_fit.expert_work`.
     """
 
-    figure_px = NARROW
+    label_px, control_px = 104, 244
 
     def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
-        px: dict[str, Any] = {"label_px": 104, "width_px": 244}
         controls = {
-            "model": menu("model", MODELS, model, **px),
-            "gpu": menu("GPU, format", FITS, next(iter(FITS)), **px),
-            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format, **px),
-            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format, **px),
-            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format, **px),
+            "model": menu("model", MODELS, model),
+            "gpu": menu("GPU, format", FITS, next(iter(FITS))),
+            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format),
+            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format),
+            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format),
         }
         super().__init__(controls, ["parts"])
 
@@ -284,8 +282,8 @@ class ExpertExplorer(Explorer):
         least, most = ("never" if math.isinf(end) else f"{end:,.0f}" for end in (even.low, even.high))
         needed = "no M" if math.isinf(even.value) else f"{even.value:,.0f} rows"
         words = (
-            f"<div role='status'><b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
+            f"<b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
             f"break-even {needed} ({least} to {most}) · gain {gained.value:.2f} × "
-            f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)</div>"
+            f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)"
         )
         return words, {"parts": step_parts(case, rates)}

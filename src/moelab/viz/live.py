@@ -48,7 +48,7 @@ from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, fo
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
-from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
+from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
 
 MOST_POINTS: Final = 500
 HALF: Final = 415
@@ -297,8 +297,10 @@ class LiveView:
         import ipywidgets as widgets
 
         seconds = {"value": interval_s, "min": 0.5, "max": 600, "step": 0.5}
-        self.interval = labelled_control("BoundedFloatText", "look every … s", label_px=110, width_px=200, **seconds)
-        self.shown = labelled_control("Dropdown", "run", label_px=110, width_px=800)
+        self.interval = labelled_control("BoundedFloatText", "look every … s", **seconds)
+        self.shown = labelled_control("Dropdown", "run")
+        size_control(self.interval, 110, 200)
+        size_control(self.shown, 110, 800)
         self.cancel = widgets.Button(description="Cancel this run …", disabled=True)
         self.confirm = widgets.Button(description="Yes, cancel it", button_style="danger")
         self.keep = widgets.Button(description="No, keep it")

@@ -17,7 +17,7 @@ from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
 from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
-from moelab.viz.widget import Explorer, labelled_control
+from moelab.viz.widget import Explorer, labelled_control, menus
 
 if TYPE_CHECKING:
     from moelab.mxfp8.errors import ErrorRow, GemmRow, StoredNumbers
@@ -207,12 +207,13 @@ SHAPE = (128, 512)
 BLOCKS = (8, 16, 32, 64, 128, 512)
 """Block sizes to choose from; the last is a whole row."""
 MOST_OUTLIER_LOG2 = 20
-_MENUS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "distribution": ("values", {"Gaussian": "gaussian", "Student's t": "student_t"}),
-    "block": ("block", {f"{size}{' (a row)' * (size == SHAPE[1])}": size for size in BLOCKS}),
-    "scaling": ("scaling", {name.upper(): name for name in ("floor", "rceil", "even", "ceil")}),
-    "element": ("element", {"E4M3": "e4m3", "E5M2": "e5m2", "E2M1 (NVFP4)": "e2m1"}),
+_MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
+    "distribution": ("values", {"gaussian": "Gaussian", "student_t": "Student's t"}),
+    "block": ("block", {size: f"{size}{' (a row)' * (size == SHAPE[1])}" for size in BLOCKS}),
+    "scaling": ("scaling", {name: name.upper() for name in ("floor", "rceil", "even", "ceil")}),
+    "element": ("element", {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1 (NVFP4)"}),
 }
+"""Label and words of the values of each menu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,16 +296,13 @@ def quantisation_figure(choice: Choice) -> go.Figure:
 class QuantisationExplorer(Explorer):
     """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers."""
 
-    figure_px = NARROW
+    label_px, control_px = 76, 232
 
     def __init__(self, choice: Choice | None = None) -> None:
-        start, px = choice or Choice(), {"label_px": 76, "width_px": 232}
-        controls = {
-            name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
-            for name, (label, options) in _MENUS.items()
-        }
+        start = choice or Choice()
+        controls = menus(_MENUS, vars(start))
         outliers = {"value": start.outlier_log2, "max": MOST_OUTLIER_LOG2, "continuous_update": False}
-        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers, **px)
+        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers)
         super().__init__(controls, ["errors"])
 
     @property

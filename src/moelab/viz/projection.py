@@ -33,7 +33,7 @@ from moelab.viz.draw import (
 )
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, plot_text, wrap
-from moelab.viz.widget import Explorer, labelled_control, menu
+from moelab.viz.widget import Explorer, labelled_control, menu, menus
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "expert GEMMs": ("expert GEMMs",),
@@ -507,8 +507,6 @@ class ProjectionExplorer(Explorer):
     They begin at the arguments (US dollars); what has no control stays as it is in ``experiment``.
     """
 
-    figure_px = NARROW
-
     def __init__(
         self,
         experiment: Experiment,
@@ -519,18 +517,14 @@ class ProjectionExplorer(Explorer):
         watts_per_gpu: float = 1400.0,
     ) -> None:
         self.experiment = experiment
-        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label, **px)}
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
-        for name, (label, known) in _MENUS.items():
-            start = "mxfp8" if name == "precision" and starts[name] != "bf16" else starts[name]
-            words = {start: str(start), **known}
-            options = [(words[value], value) for value in (words if isinstance(start, str) else sorted(words))]
-            controls[name] = labelled_control("Dropdown", label, options=options, value=start, **px)
+        starts["precision"] = "bf16" if starts["precision"] == "bf16" else "mxfp8"
+        model = menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label)
+        controls = {"model": model, **menus(_MENUS, starts)}
         rates = (network_gb_s, price_per_gpu_hour, watts_per_gpu)
         for (name, (label, least, most)), value in zip(_SLIDERS.items(), rates, strict=True):
             scale: dict[str, Any] = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
-            controls[name] = labelled_control("FloatSlider", label, **scale, **px)
+            controls[name] = labelled_control("FloatSlider", label, **scale)
         super().__init__(controls, ["step"])
 
     def projected(self) -> Projection:
@@ -561,11 +555,11 @@ class ProjectionExplorer(Explorer):
         room = "" if memory.capacity_gib is None else f" of {memory.capacity_gib:.0f}"
         outside = [f"<br>Extrapolated: {html.escape(one)}" for one in shown.outside]
         words = (
-            f"<div role='status' style='line-height:1.35'><b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
+            f"<b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
             f"<b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % confidence; {shown.label}) "
             f"· {shown.step_time_s:,.2f} s a step · MFU {shown.mfu['causal']:.1%}<br>"
             f"{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours · {spent.days:,.0f} days · "
-            f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}</div>"
+            f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}"
         )
         one = shown.experiment
         where = f"{shown.job.gpus} × {shown.cluster.node.gpu.name}, PP {one.pp}, TP {one.tp}, EP {one.ep}"

@@ -522,8 +522,6 @@ class TrafficExplorer(Explorer):
         BadInput: for a value that the explorer does not have.
     """
 
-    figure_px = NARROW
-
     def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
         if unknown := sorted(set(chosen) - set(_MENUS) - set(_MODEL)):
             raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join((*_MENUS, *_MODEL))}")
@@ -532,12 +530,11 @@ class TrafficExplorer(Explorer):
         known = _published_models()
         first = next((name for name, one in known.items() if one == own), "yours")
         self.models = {first: own, **known}
-        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", self.models, first, **px)}
+        controls = {"model": menu("model", self.models, first)}
         for name, (label, start, values) in _MENUS.items():
             offered = [*values, *(["measured"] if name == "routing" and measured else [])]
             words = functools.partial(_in_words, name)
-            controls[name] = menu(label, offered, chosen.get(name, start), words=words, **px)
+            controls[name] = menu(label, offered, chosen.get(name, start), words=words)
         super().__init__(controls, ["flow"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
@@ -572,10 +569,10 @@ class TrafficExplorer(Explorer):
         standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
         shown = as_table(frame, decimals={name: 3 if name.startswith("GB") else 2 for name in table[0]})
         words = (
-            f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
+            f"{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
             f"· a layer's exchanges take at least <b>{hybrid_ms:.1f} ms</b> with DeepEP, once per node, and "
-            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}</div>"
+            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
         self._way = (routing, placement, chosen["token"])
