@@ -111,8 +111,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         ("no peer", {**square, "color": OTHER}),
     ):
         figure.add_trace(legend_entry(name, mode="markers", marker=look))
-    figure.update_layout(legend={"y": 0.0, "yanchor": "top"}, margin={"l": 12, "r": 12, "b": 40})
-    return figure.update_layout(hovermode="closest")
+    return figure.update_layout(legend={"y": 0.0, "yanchor": "top"}, margin={"l": 12, "r": 12, "b": 40})
 
 
 def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
@@ -276,7 +275,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     draw(idle, "wait (bubble)", "waits %{x} units", marker={"color": "white", "line_width": 0, "pattern": hatch})
     every = 1 if layout.pp <= 16 else 4
     # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
-    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
+    figure.update_layout(barmode="overlay", legend={"traceorder": "normal", "y": -58 / rows_px})
     figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
     figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
     return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")

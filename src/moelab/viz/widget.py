@@ -79,10 +79,11 @@ def menu(label: str, values: Iterable[Any], start: Any, *, words: Callable[[Any]
 
 def menus(table: Mapping[str, tuple[str, Mapping[Any, str]]], starts: Mapping[str, Any]) -> dict[str, Any]:
     """A menu for each row of a table of labels and of the values' words; a start without words is its own."""
-    return {
-        name: menu(label, words, starts[name], words=lambda value, words=words: words.get(value, str(value)))
-        for name, (label, words) in table.items()
-    }
+    controls = {}
+    for name, (label, words) in table.items():
+        options = {**words, starts[name]: words.get(starts[name], str(starts[name]))}
+        controls[name] = menu(label, options, starts[name], words=options.__getitem__)
+    return controls
 
 
 def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
@@ -213,25 +214,12 @@ class Explorer:
         except (BadInput, Refused) as error:
             if str(error) != self.refused[1]:  # else the control that was moved has nothing to do with it
                 self.refused = (moved, str(error))
-            words, self.figures = self._refusal_words(), {}
+            words, self.figures = refusal(self.refused[1], self.controls.get(self.refused[0] or "")), {}
         self.words.value = words
         for name, place in self.reasons.items():
-            place.value = refusal(*self._title_and_reasons()) if name == self.refused[0] else ""
+            place.value = refusal(self.refused[1]) if name == self.refused[0] else ""
             place.layout.display = None if place.value else "none"
         self.plots.show(self.figures)
-
-    def _refusal_words(self) -> str:
-        """The line above while the choice cannot be."""
-        title, reasons = self._title_and_reasons()
-        if (cause := self.refused[0]) is None:
-            return refusal(title, reasons)
-        return f"<div role='status'><b>{title}</b>: see <i>{self.controls[cause].description}</i></div>"
-
-    def _title_and_reasons(self) -> tuple[str, list[str]]:
-        lines = [line.removeprefix("- ") for line in self.refused[1].splitlines()]
-        if lines[0] == "illegal layout:":
-            return "Illegal", lines[1:]
-        return "Legal, but does not fit" if lines[0].startswith("does not fit") else "Cannot be", lines
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The panel, and for readers without a kernel a picture."""
@@ -251,8 +239,17 @@ def as_picture(figure: go.Figure) -> dict[str, str]:
     return bundle
 
 
-def refusal(title: str, reasons: Sequence[str]) -> str:
-    """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too."""
+def refusal(error: str, cause: ipywidgets.Widget | None = None) -> str:
+    """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too.
+
+    With ``cause``, the control under which the reasons stand, it says no more than where they are.
+    """
+    reasons = [line.removeprefix("- ") for line in error.splitlines()]
+    title = "Legal, but does not fit" if reasons[0].startswith("does not fit") else "Cannot be"
+    if reasons[0] == "illegal layout:":
+        title, reasons = "Illegal", reasons[1:]
+    if cause:
+        return f"<div role='status'><b>{title}</b>: see <i>{cause.description}</i></div>"
     listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
     listed = f"<ul style='margin:2px 0;padding-left:16px'>{listed}</ul>"
     return f"<div role='status' style='{MARKED}'><b>{title}</b>{listed}</div>"
