@@ -163,7 +163,8 @@ def test_limits_of_the_spread_cover(n):
 
 
 def margin_of_normals(**given) -> Margin:
-    return Margin(**{"nats": FACTOR, "cap_nats": 1e9, "widest_nats": 1e9, "source": "", "reference_sd": 1.0} | {"given": False} | given)
+    known = {"nats": FACTOR, "cap_nats": 1e9, "widest_nats": 1e9, "reference_sd": 1.0, "given": False}
+    return Margin(**{"source": "", **known, **given})
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.3), (5, 1.0), (8, 1.0)])
@@ -292,6 +293,11 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
     "a small shift that is not zero": (
         *(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, {}, YES),
         r"equivalent, with a shift of \+0.0040 nats\.",
+    ),
+    "the same to the last digit": (REFERENCE, REFERENCE, {}, YES, "same to the last digit: both may have run the same"),
+    "one run twice": (
+        *(shifted(0.003, 0.005, 0.001, 0.004), REFERENCE | {1: 3.6}, {"margin_nats": 0.1}, YES),
+        r"Seeds 0, 1 of BF16 end at the same loss to the last digit: they may be one run that counts twice",
     ),
     "across the margin": (
         *(shifted(0.08, -0.07, 0.05, -0.04), REFERENCE, {}, OPEN),
