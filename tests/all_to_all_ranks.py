@@ -1,13 +1,10 @@
-"""One of two gloo ranks that put the all-to-all experiment through its paces; the first writes what it saw.
+"""What the ranks of :mod:`dispatcher_ranks` are asked about the all-to-all experiment.
 
 DeepEP is moelab's stand-in, and one that is broken.
-
-    python all_to_all_ranks.py RANK FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import replace
@@ -16,12 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 from operator_counts import communication, counted_operators
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from moelab.deepep.benchmark import Layer, make_tokens, open_world, round_trip, run
+from moelab.deepep.benchmark import Layer, World, make_tokens, round_trip, run
 from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, ArmGroup, ExchangeArm, plan
 from moelab.deepep.stand_in import StandInBuffer
 
-RANKS = 2
 SIZE = replace(SMALL, tokens=96)
 LIBRARIES = {"deepep": "stand-in"}
 
@@ -59,9 +57,10 @@ def use(stand_in: type[StandInBuffer]) -> None:
     vars(sys.modules["moelab.deepep.buffer"])["StandInBuffer"] = stand_in
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    world = open_world("cpu", init_method=f"file://{folder}/store", rank=rank, ranks=RANKS)
+def measure(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
+    """Put the experiment through its paces, with files in a folder; returns what this rank saw."""
+    group, control = mesh.get_group(), dist.new_group(backend="gloo")
+    world = World(device=torch.device("cpu"), group=group, control=control, rank=mesh.get_rank(), ranks=mesh.size())
     use(Counted)
     seen: dict[str, Any] = {"arms": {}}
     for routing in ROUTINGS:
@@ -101,9 +100,4 @@ def main() -> None:
 
     torch.compile = compiled
     run(groups[:1], world, folder / "compiled.json", **settings, compiled=True, budget_s=600)
-    (folder / f"seen{rank}.json").write_text(json.dumps(seen))
-    world.leave()
-
-
-if __name__ == "__main__":
-    main()
+    return seen

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from notebook_support import notebook_trains
 # A machine that also trains draws examples slowly; that is no fault of a test.
 settings.register_profile("moelab", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("moelab")
+# In the background (``make test &`` of a script) a shell ignores SIGINT, and so would every program under test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @functools.cache

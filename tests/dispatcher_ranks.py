@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -37,6 +37,8 @@ from moelab.mxfp8.dispatch import quantised
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 Wgrad = Literal["mxfp8", "bf16"]
+Result = dict[str, torch.Tensor]
+"""``output`` and gradients, of ``x``, ``scores`` and the weights, of a layer on one rank."""
 
 
 class Ranks:
@@ -106,25 +108,6 @@ class Case:
     alignment: int = 8
     seed: int = 0
     host_sync: bool = True
-
-
-@dataclass
-class Result:
-    """Output and gradients of a layer on one rank."""
-
-    output: torch.Tensor
-    x: torch.Tensor
-    scores: torch.Tensor
-    weights: list[torch.Tensor] = field(default_factory=list)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        return {
-            "output": self.output,
-            "x": self.x,
-            "scores": self.scores,
-            **dict(zip(WEIGHTS, self.weights, strict=True)),
-        }
 
 
 def choose(case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,13 +189,15 @@ def train(mesh: DeviceMesh, case: Case, module: torch.nn.Module, experts: torch.
     rows = (1, TOKENS, -1)
     y_BLD = module(x_TD.view(rows), scores_TK.view(rows), ids_TK.view(rows), counts_E)
     (y_BLD.float() * loss_weights()).sum().backward()
-    assert x_TD.grad is not None
-    assert scores_TK.grad is not None
     parameters = list((experts or module.inner_experts).parameters())
     grads = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     for parameter in parameters:
         parameter.grad = None
-    return Result(y_BLD.detach().view(TOKENS, FEATURES), x_TD.grad, scores_TK.grad, grads)
+    return _result(y_BLD.detach().view(TOKENS, FEATURES), x_TD.grad, scores_TK.grad, grads)
+
+
+def _result(output: torch.Tensor, x: Any, scores: Any, weights: list[torch.Tensor]) -> Result:
+    return {"output": output, "x": x, "scores": scores, **dict(zip(WEIGHTS, weights, strict=True))}
 
 
 def loss_weights() -> torch.Tensor:
@@ -235,15 +220,13 @@ def reference(mesh: DeviceMesh, case: Case) -> Result:
         assert weight.grad is not None
         dist.all_reduce(weight.grad)
         grads.append(weight.grad[rank * local : (rank + 1) * local])
-    assert x_TD.grad is not None
-    assert scores_TK.grad is not None
-    return Result(y_TD.detach(), x_TD.grad, scores_TK.grad, grads)
+    return _result(y_TD.detach(), x_TD.grad, scores_TK.grad, grads)
 
 
 def errors(found: Result, expected: Result) -> dict[str, float]:
     """Relative error of each tensor in the Frobenius norm; absolute where the expected one is zero."""
-    pairs = zip(found.tensors().items(), expected.tensors().values(), strict=True)
-    return {name: float((a.double() - b.double()).norm() / (b.double().norm() or 1.0)) for (name, a), b in pairs}
+    wide = {name: (one.double(), expected[name].double()) for name, one in found.items()}
+    return {name: float((a - b).norm() / (b.norm() or 1.0)) for name, (a, b) in wide.items()}
 
 
 def against_both(mesh: DeviceMesh, case: Case) -> dict[str, dict[str, float]]:
@@ -291,29 +274,13 @@ Routed = list[list[list[int]]]
 """Experts of each token, by rank."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conserved:
-    """What one rank saw of an exchange whose experts change nothing.
+def conserve(mesh: DeviceMesh, routed: Routed, experts: int, alignment: int) -> dict[str, Any]:
+    """Dispatch numbered tokens, scale them by their scores, combine them; all sums are exact in BF16.
 
-    Attributes:
-        sums: whether combine gave every token the sum of its scores times itself, exactly.
-        rows_of_expert: received rows of each local expert.
-        padding_is_zero: data and scores of padding rows.
-        aligned: whether every expert's group begins and ends at a multiple of the alignment.
-        tokens_of_expert: first feature of the rows of each local expert, sorted: the token's number.
-    """
-
-    sums: bool
-    rows_of_expert: list[int]
-    padding_is_zero: bool
-    aligned: bool
-    tokens_of_expert: list[list[int]]
-
-
-def conserve(mesh: DeviceMesh, routed: Routed, experts: int, alignment: int) -> Conserved:
-    """Dispatch numbered tokens, scale them by their scores, combine them.
-
-    Numbers and scores are such that every sum is exact in BF16.
+    Returns:
+        Whether combine gave every token the ``sums`` of its scores times itself; the ``rows`` of each local expert;
+        whether ``padding`` is zero, data and scores, and groups are ``aligned``; and the sorted numbers of each local
+        expert's ``tokens``.
     """
     rank = mesh.get_local_rank()
     ids_TK = torch.tensor(routed[rank])
@@ -334,13 +301,13 @@ def conserve(mesh: DeviceMesh, routed: Routed, experts: int, alignment: int) -> 
         numbers.append(sorted(rows_RD[start : start + count, 0].long().tolist()))
     y_TD = ops.combine(rows_RD * scores_R[:, None].bfloat16(), ids_TK, handle, group, experts, alignment)
     expected_TD = x_TD[:, 1:] * scores_TK.sum(dim=1, keepdim=True)
-    return Conserved(
-        sums=torch.equal(y_TD[:, 1:].float(), expected_TD.float()),
-        rows_of_expert=counts_e.tolist(),
-        padding_is_zero=not bool(rows_RD[~real].any() or scores_R[~real].any()),
-        aligned=rows_RD.shape[0] == int(aligned_e.sum()),
-        tokens_of_expert=numbers,
-    )
+    return {
+        "sums": torch.equal(y_TD[:, 1:].float(), expected_TD.float()),
+        "rows": counts_e.tolist(),
+        "padding": not bool(rows_RD[~real].any() or scores_R[~real].any()),
+        "aligned": rows_RD.shape[0] == int(aligned_e.sum()),
+        "tokens": numbers,
+    }
 
 
 def poison(mesh: DeviceMesh, case: Case) -> dict[str, bool]:

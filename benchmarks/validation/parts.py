@@ -32,7 +32,7 @@ from moelab.projection.exchange import (
     hybridep_shares,
 )
 from moelab.projection.gemm import Rates, grouped_time_s, rates_of
-from moelab.projection.measured import ALL_TO_ALL, ALL_TO_ALL_H200, GROUPED_GEMM, Measurement, Row, load_measured
+from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.projection.memory_bound import memory_rate
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.validation import ValidationRow
@@ -148,7 +148,7 @@ def h100_kernels() -> Iterator[Part]:
 
 def h200_exchanges() -> Iterator[Part]:
     """All four directions together; measured when every constant had its value."""
-    measured = load_measured(ALL_TO_ALL_H200)
+    measured = load_measured(ALL_TO_ALL, HERE.parent / "results" / "all_to_all_h200.json")
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in measured.rows:
         if row["precision"] == "bf16" and row["sms_chosen_by"] == "library":

@@ -12,7 +12,7 @@ from notebook_support import Ran
 from moelab.analysis.two_by_two import CODE, STOCK, arm_results
 from moelab.projection.calibration import CALIBRATION, with_values
 from moelab.projection.exchange import QUOTED
-from moelab.projection.measured import FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
+from moelab.projection.measured import ALL_TO_ALL_H200, FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
 from moelab.projection.published import published_job
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.step import tps_of
@@ -62,6 +62,25 @@ def test_gains_are_those_that_are_named() -> None:
     for short, low, high in ((False, 1.22, 1.36), (True, 1.42, 1.43)):
         gains = [one.ratio for one in one_pass if ((one.shape, one.activation_checkpoint) in stock_short) is short]
         assert (min(gains), max(gains)) == (pytest.approx(low, abs=6e-3), pytest.approx(high, abs=6e-3))
+
+
+def test_exchanges_are_as_described() -> None:
+    rows = load_measured(ALL_TO_ALL_H200).rows
+
+    def us(arm: str, *, routing: str = "random_balanced", part: str | None = None) -> dict[str, float]:
+        mine = [row for row in rows if (row["arm"], row["routing"]) == (arm, routing)]
+        return {row["operation"]: row["parts_us"][part] if part else row["us_median"] for row in mine}
+
+    deepep, standard = "deepep bf16 expanded", "standard bf16"
+    gains = [
+        sum(us(standard, routing=routing).values()) / sum(us(deepep, routing=routing).values())
+        for routing in ("random_balanced", "round_robin")
+    ]
+    assert [round(gain) for gain in gains] == [5, 7]
+    assert sum(us(standard, part="wire").values()) < 0.5 * sum(us(standard).values())
+    few, many = us(f"{deepep}, 24 SMs"), us(deepep)
+    assert [round(100 * (1 - many[name] / few[name])) for name in ("dispatch", "combine")] == [13, 43]
+    assert us("deepep fp8 expanded")["dispatch"] == pytest.approx(many["dispatch"], rel=0.02)
 
 
 def test_quoted_bandwidths_on_the_wire() -> None:

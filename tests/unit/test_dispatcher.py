@@ -97,12 +97,12 @@ def routings(draw: st.DrawFn) -> tuple[Routed, int]:
 def test_no_token_is_lost_or_made(ranks: Ranks, routing: tuple[Routed, int], alignment: int) -> None:
     routed, experts = routing
     answers = ranks.ask(run.conserve, routed, experts, alignment)
-    assert all(answer.sums and answer.padding_is_zero and answer.aligned for answer in answers)
-    of_expert = [tokens for answer in answers for tokens in answer.tokens_of_expert]
+    assert all(answer["sums"] and answer["padding"] and answer["aligned"] for answer in answers)
+    of_expert = [tokens for answer in answers for tokens in answer["tokens"]]
     for expert in range(experts):
         sent = [16 * rank + token for rank in range(2) for token, ids in enumerate(routed[rank]) if expert in ids]
         assert of_expert[expert] == sorted(sent)
-    counts = [count for answer in answers for count in answer.rows_of_expert]
+    counts = [count for answer in answers for count in answer["rows"]]
     assert sum(counts) == sum(len(ids) for rank in routed for ids in rank)
 
 

@@ -169,16 +169,6 @@ def test_output_and_gradients_are_torchaos_to_the_bit(wgrad: str, pad_inside: bo
     equal()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.3895e38])
-@pytest.mark.parametrize("where", ["tokens", "weights", "gradient"])
-def test_non_finite_numbers_spread_as_in_torchao(value: float, where: str) -> None:
-    given_operands = operands([37, 0, 1, 64])
-    target = given_operands[["tokens", "weights", "gradient"].index(where)]
-    target.view(-1)[[5, 900]] = value
-    padded: dict[str, Any] = {"wgrad": "mxfp8", "pad_inside": True}
-    assert_runs_equal(our_grouped_mm(**padded), torchao_grouped_mm(**padded), given_operands)
-
-
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
 def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
     padded: dict[str, Any] = {"wgrad": wgrad, "pad_inside": True}

@@ -97,21 +97,6 @@ def test_directions_add_up_and_wgrad_in_bf16_is_that_of_bf16(m: int, n: int, k: 
     assert times["mxfp8_wgrad_bf16"] == pytest.approx([*times["mxfp8"][:2], times["bf16"][2]])
 
 
-@given(**SIZES, groups=GROUPS)
-def test_gain_grows_with_rows_and_is_the_same_for_w2(m: int, n: int, k: int, groups: int) -> None:
-    here = gain(m, n, k, groups, RATES)
-    assert gain(2 * m, n, k, groups, RATES) > 0.999 * here
-    assert gain(m, k, n, groups, RATES) == pytest.approx(here, rel=0.02)
-
-
-def test_many_experts_share_their_rows_and_few_wait_for_their_scales() -> None:
-    """A rank with many experts casts many weights; with one, wgrad's scales go through all rows one after the other."""
-    gains = {groups: gain(32768, 2048, 7168, groups, RATES) for groups in (1, 8, 64)}
-    assert gains[1] < gains[8] > gains[64]
-    without = {groups: gain(32768, 2048, 7168, groups, RATES, "mxfp8_wgrad_bf16") for groups in (1, 8, 64)}
-    assert without[1] > without[8] > without[64]
-
-
 @given(n=SIZES["n"], k=SIZES["k"], groups=GROUPS)
 def test_at_the_break_even_both_take_as_long(n: int, k: int, groups: int) -> None:
     rows = break_even_m(n, k, groups, RATES)

@@ -280,6 +280,16 @@ def test_alternatives_take_turns_and_spread_is_numpys(monkeypatch: pytest.Monkey
     assert found["a"]["total"] == (middle, high - low, 5)
 
 
+def test_parts_are_the_times_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1.0, 1.25, 2.0, 4.0])
+    monkeypatch.setattr("moelab.marks.time.perf_counter", lambda: next(moments))
+    clock = Marks(CPU)
+    clock.start()
+    for part in ("first", "second", "first"):
+        clock.mark(part)
+    assert (clock.parts_us(), clock.total_us()) == ({"first": 2.25e6, "second": 0.75e6}, 3e6)
+
+
 def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(precision: str) -> Callable[..., torch.Tensor]:
         def fail(*_: torch.Tensor) -> torch.Tensor:

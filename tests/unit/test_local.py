@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,8 @@ import pytest
 import stand_in
 import yaml
 from filelock import FileLock
+from processes import processes
+from training_support import wait_for
 
 from moelab.errors import Refused
 from moelab.experiment import Experiment
@@ -48,13 +49,6 @@ def _no_process_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
-
-
-def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:
@@ -287,7 +281,8 @@ def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_t
 ) -> None:
     process = start_moelab(tmp_path, {"bf16_standard/seed0": "stubborn"})
     wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
-    (torchrun,) = (one for one in stand_in.processes_of(runs) if b"stubborn" in command_line(one))
+    mine = stand_in.processes_of(runs)
+    (torchrun,) = (one for one, line, _ in processes() if one in mine and "stubborn" in line)
     process.kill()
     os.kill(torchrun, signal.SIGKILL)
     process.communicate()
@@ -345,10 +340,6 @@ def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp
     variables = {**os.environ, "MOELAB_EXPERIMENT": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, env=variables, check=False)
     assert done.stdout.splitlines() == ["trains", " True", "moelab: torchrun has died; a rank does not train on alone"]
-
-
-def command_line(process: int) -> bytes:
-    return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> None:

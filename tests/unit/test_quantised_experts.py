@@ -196,15 +196,6 @@ def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_scales_may_travel_in_any_dtype() -> None:
-    rows, _, weights, *_ = operands("mxfp8")
-    data, scales = quantise_mxfp8(torch.randn(sum(GROUPS), 128).bfloat16())
-    assert torch.equal(expand(data, scales.view(torch.int32), "mxfp8"), expand(data, scales, "mxfp8"))
-    e8m0 = rows._replace(scales_RS=rows.scales_RS.view(torch.float8_e8m0fnu))
-    outputs = [expert_rows(one, *weights, ENDS, None, "mxfp8_emulated") for one in (rows, e8m0)]
-    assert torch.equal(*outputs)
-
-
 @pytest.mark.parametrize(
     ("parent", "precision", "settings_", "arithmetic"),
     [
@@ -218,16 +209,11 @@ def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_:
     torch.manual_seed(3)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.125)
-    own = [dict(experts.named_parameters())[name] for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
-    weights = [weight.detach().bfloat16().requires_grad_() for weight in own]
+    weights = [getattr(experts, name).bfloat16() for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
     for arrived in (True, False):
         rows, *_ = operands(precision, arrived=arrived)
-        output, expected = experts(rows, torch.tensor(GROUPS)), expert_rows(rows, *weights, ENDS, None, arithmetic)
-        assert torch.equal(output, expected)
-        upstream = torch.randn_like(output)
-        gradients = torch.autograd.grad(output, own, upstream), torch.autograd.grad(expected, weights, upstream)
-        for ours, theirs in zip(*gradients, strict=True):
-            assert torch.equal(ours, theirs.float())
+        expected = expert_rows(rows, *weights, ENDS, None, arithmetic)
+        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
 
 
 @pytest.fixture

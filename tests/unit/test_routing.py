@@ -59,23 +59,6 @@ def destinations(ids_TK: torch.Tensor, experts_each: int) -> float:
     return sum(len(set(row)) for row in (ids_TK // experts_each).tolist()) / len(ids_TK)
 
 
-def expected_destinations(groups: int, experts: int, top_k: int) -> float:
-    """Under uniform routing: G (1 - C(E - E/G, k) / C(E, k))."""
-    return groups * (1 - math.comb(experts - experts // groups, top_k) / math.comb(experts, top_k))
-
-
-def test_destinations_are_those_of_uniform_routing() -> None:
-    """256 experts, top-8, EP 32 on 4 nodes: 7.26 ranks and 3.62 nodes a token; forced round-robin: 1.0 and 1.0."""
-    ids_TK = draw(4096, 256, 8)
-    assert expected_destinations(32, 256, 8) == pytest.approx(7.26, abs=0.01)
-    assert expected_destinations(4, 256, 8) == pytest.approx(3.62, abs=0.01)
-    assert destinations(ids_TK, 8) == pytest.approx(expected_destinations(32, 256, 8), abs=0.05)
-    assert destinations(ids_TK, 64) == pytest.approx(expected_destinations(4, 256, 8), abs=0.04)
-    _, round_robin_BLK, _ = router(TokenChoiceTopKRouter.Config, experts=256, top_k=8, forced=True)(hidden(2048))
-    assert destinations(round_robin_BLK.view(-1, 8), 8) == 1.0
-    assert destinations(round_robin_BLK.view(-1, 8), 64) == 1.0
-
-
 def test_every_expert_follows_every_other() -> None:
     """Marginals: each pair of experts meets in a token about as often as in uniform draws."""
     ids_TK = draw(20_000, 8, 2)

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -46,7 +44,6 @@ from moelab.projection.traffic import (
     expected_traffic,
     layer_bytes,
     move_time_s,
-    simulate_rows,
 )
 from moelab.titan.routing import RandomBalancedRouter
 from moelab.viz.traffic import hops
@@ -54,7 +51,6 @@ from moelab.viz.traffic import hops
 # PyTorch has no FP32 autocast on a CPU and says so; tensors are in FP32 here anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
-SMALL = ExpertPlacement(experts=16, top_k=3, ep=8, ranks_per_node=4)
 DIM = 64
 TOKENS = 1024
 """Of each of 32 ranks: enough for a mean within 1 %."""
@@ -172,76 +168,42 @@ def test_every_kind_draws_distinct_experts_and_repeats_with_its_seed(kind: Kind)
 # --- the model against an exchange that moves tokens hop by hop ------------------------------------------------------
 
 
-def exchange(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> tuple[Any, set[tuple[int, int, int]]]:
-    """Move every token by hand; returns rows by (sender, receiver) and who received which token."""
-    rows: dict[tuple[int, int], int] = {}
-    held: set[tuple[int, int, int]] = set()
-
-    def move(sender: int, receiver: int, token: tuple[int, int]) -> None:
-        rows[sender, receiver] = rows.get((sender, receiver), 0) + 1
-        held.add((receiver, *token))
-
+def exchange(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -> Counter[tuple[int, int]]:
+    """Rows by (sender, receiver) of tokens that are moved by hand."""
+    rows: Counter[tuple[int, int]] = Counter()
     L = placement.local_ranks
     for sender, ids_TK in enumerate(ids_STK.tolist()):
-        for token, ids in enumerate(ids_TK):
+        for ids in ids_TK:
             ranks = [expert // placement.experts_per_rank for expert in ids]
-            if method == "standard":
-                for rank in ranks:
-                    move(sender, rank, (sender, token))
-            elif method == "deepep_direct":
-                for rank in sorted(set(ranks)):
-                    move(sender, rank, (sender, token))
-            else:
-                for node in sorted({rank // L for rank in ranks}):
-                    relay = node * L + sender % L
-                    if node != sender // L:
-                        move(sender, relay, (sender, token))
-                    for rank in sorted({rank for rank in ranks if rank // L == node} - {relay}):
-                        move(relay, rank, (sender, token))
-    return rows, held
+            if method != "deepep_hybrid":
+                rows.update((sender, rank) for rank in (ranks if method == "standard" else set(ranks)))
+                continue
+            for node in {rank // L for rank in ranks}:
+                relay = node * L + sender % L
+                rows[sender, relay] += node != sender // L
+                rows.update((relay, rank) for rank in {rank for rank in ranks if rank // L == node} - {relay})
+    return rows
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_and_drawn_hops_are_those_of_the_exchange_by_hand(kind: Kind, method: Method) -> None:
-    ids_STK = np.stack([draw_expert_ids(model(kind, SMALL), SMALL, 20, rank=rank) for rank in range(SMALL.ep)])
-    count = count_rows(ids_STK, SMALL, method)
-    rows, held = exchange(ids_STK, SMALL, method)
+@pytest.mark.parametrize(("ep", "local"), [(8, 4), (8, 1), (4, 4), (1, 1)])
+def test_counts_and_drawn_hops_are_those_of_the_exchange_by_hand(
+    ep: int, local: int, kind: Kind, method: Method
+) -> None:
+    placement = ExpertPlacement(experts=16, top_k=3, ep=ep, ranks_per_node=local)
+    ids_STK = np.stack([draw_expert_ids(model(kind, placement), placement, 20, rank=rank) for rank in range(ep)])
+    count, rows = count_rows(ids_STK, placement, method), exchange(ids_STK, placement, method)
     drawn: Counter[tuple[int, int]] = Counter()
     for sender, experts in ((sender, ids) for sender, ids_TK in enumerate(ids_STK.tolist()) for ids in ids_TK):
-        for hop in hops(experts, SMALL, method, sender=sender):
+        for hop in hops(experts, placement, method, sender=sender):
             drawn[hop.sender, hop.receiver] += hop.copies
     wires_SR = count.nvlink_SR + count.network_SR
-    for pair in itertools.product(range(SMALL.ep), repeat=2):
+    for pair in itertools.product(range(ep), repeat=2):
         if pair[0] != pair[1]:
-            assert wires_SR[pair] == rows.get(pair, 0) == drawn[pair]
-        same_node = pair[0] // 4 == pair[1] // 4
+            assert wires_SR[pair] == rows[pair] == drawn[pair]
+        same_node = pair[0] // local == pair[1] // local
         assert (count.network_SR if same_node else count.nvlink_SR)[pair] == 0
-    # Every rank has every token that its experts need; where the sender or a relay has it already it is local.
-    needed = {
-        (expert // SMALL.experts_per_rank, sender, token)
-        for (sender, token, _), expert in np.ndenumerate(ids_STK)
-        if expert // SMALL.experts_per_rank != sender
-    }
-    assert needed <= held
-
-
-@given(st.integers(1, 6), st.sampled_from([(8, 1), (8, 2), (8, 4), (8, 8), (4, 2), (1, 1)]), st.integers(0, 2**31))
-@settings(max_examples=30, deadline=None)
-def test_laws_of_the_counts(top_k: int, group: tuple[int, int], seed: int) -> None:
-    ep, local = group
-    placement = ExpertPlacement(experts=16, top_k=top_k, ep=ep, ranks_per_node=local)
-    ids_STK = np.stack([draw_expert_ids(UNIFORM, placement, 9, rank=rank, seed=seed) for rank in range(ep)])
-    standard, direct, hybrid = (count_rows(ids_STK, placement, method) for method in METHODS)
-    ranks = sum(int(distinct_destinations(ids, placement.experts_per_rank).sum()) for ids in ids_STK)
-    assert standard.rows_SR.sum() == ids_STK.size
-    assert direct.rows_SR.sum() == ranks
-    assert hybrid.nvlink_SR.sum() + hybrid.local_S.sum() == ranks  # every copy is used by the rank that it ends in
-    assert hybrid.network_SR.sum() <= direct.network_SR.sum() <= standard.network_SR.sum()
-    relays = np.arange(ep) % placement.local_ranks
-    assert not hybrid.network_SR[relays[:, None] != relays].any()  # the network connects GPUs of one place only
-    if placement.local_ranks == 1:  # without NVLink both modes are the same
-        assert np.array_equal(hybrid.network_SR, direct.network_SR)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,8 +349,8 @@ def test_a_plain_all_to_all_sends_a_token_to_each_of_its_experts(precision: Any)
     sent = expected_traffic(UNIFORM, PUBLISHED, "standard", tokens=4096, hidden=7168, dispatch_precision=precision)
     elements = 4096 * 8 * 7168
     low, high = elements * (2 if precision == "bf16" else 33 / 32), elements * 2
-    assert sent.dispatch.logical == sent.combine_gradient.logical == pytest.approx(low)
-    assert sent.combine.logical == sent.dispatch_gradient.logical == pytest.approx(high)
+    assert sent.dispatch.logical == pytest.approx(low)
+    assert sent.combine.logical == pytest.approx(high)
     assert sent.total.logical == pytest.approx(2 * (low + high))
 
 
@@ -410,15 +372,6 @@ def test_one_node_uses_no_network_and_one_rank_no_wire() -> None:
         for method in METHODS:
             rows = expected_rows(expected_destinations(UNIFORM, placement), placement, method)
             assert [getattr(rows, wire) for wire in wires] == [0.0] * len(wires)
-
-
-def test_a_skewed_load_keeps_the_mean_and_fills_one_rank() -> None:
-    even, skewed = (
-        simulate_rows(model(kind), PUBLISHED, "standard", tokens=512) for kind in ("random_balanced", "skewed")
-    )
-    assert skewed.mean.logical == even.mean.logical == 512 * 8
-    assert even.busiest.network < 1.1 * even.mean.network
-    assert skewed.busiest.network > 2 * skewed.mean.network
 
 
 def test_time_to_move() -> None:

@@ -122,41 +122,29 @@ def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulate
     )
 
 
-def gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
-    """Seconds of a dense product, or of a grouped one at the rate of dense ones; ``low`` in 8 bits, casts apart.
-
-    Letters as in the module; a dense product has one group.
-    """
-    rate = rates.low if low else rates.bf16  # a dense wgrad is as fast as the other two, a grouped one is not
-    return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
-
-
-def grouped_gemm_time_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
-    """Seconds of a product of ``torch._grouped_mm`` or of torchao's kernels; arguments as :func:`gemm_time_s`."""
-    rate = (rates.low_wgrad if wgrad else rates.low) if low else rates.grouped
-    if rates.grouped_in_tiles:
-        return _in_tiles_s(m, n, k, groups, rates, rate, low=low, wgrad=wgrad)
-    return max(2 * m * n * k / rate, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad))
-
-
-def _in_tiles_s(
-    m: float, n: float, k: float, groups: int, rates: Rates, rate: float, *, low: bool, wgrad: bool
+def gemm_time_s(
+    m: float, n: float, k: float, groups: int, rates: Rates, *, grouped: bool, low: bool, wgrad: bool
 ) -> float:
-    """Waves of tiles at ``rate``, or memory, whichever is slower."""
-    inner = k / groups if wgrad else k  # a wgrad sums over the rows of one group alone
+    """Seconds of one product, casts apart; letters as in the module, a dense product has one group.
+
+    ``grouped`` products are those of ``torch._grouped_mm`` or of torchao's kernels, others run at the rate of dense
+    ones; ``low`` is in 8 bits; ``wgrad`` sums over the rows of one group alone.
+    """
+    # a dense wgrad is as fast as the other two, a grouped one is not
+    low_rate = rates.low_wgrad if grouped and wgrad else rates.low
+    rate = low_rate if low else rates.grouped if grouped else rates.bf16
+    weights, outputs = (1, groups) if wgrad else (groups, 1)
+    # both operands are read, and the product is written in BF16
+    memory_s = ((1 if low else 2) * (m * k + weights * k * n) + 2 * m * n * outputs) / rates.memory
+    if grouped and not rates.grouped_in_tiles:
+        return max(2 * m * n * k / rate, memory_s)
+    inner = k / groups if wgrad else k
     rows = m if wgrad else m / groups  # of one group
     # each group begins a tile of its own, so many small groups leave more of their last tiles empty
     tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
     share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
     compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
-    return max(compute_s, _memory_s(m, n, k, groups, rates, low=low, wgrad=wgrad)) + LAUNCH_S
-
-
-def _memory_s(m: float, n: float, k: float, groups: int, rates: Rates, *, low: bool, wgrad: bool) -> float:
-    """Seconds to read both operands and to write the BF16 product."""
-    of_groups, outputs = (1, groups) if wgrad else (groups, 1)
-    moved = (1 if low else 2) * (m * k + of_groups * k * n) + 2 * m * n * outputs
-    return moved / rates.memory
+    return max(compute_s, memory_s) + LAUNCH_S
 
 
 Kind = Literal["gemm", "cast rows", "cast columns", "cast weights", "scales"]
@@ -182,17 +170,12 @@ def grouped_parts(m: float, n: int, k: int, groups: int, precision: GroupedPreci
         raise BadInput(f"precision is {precision!r}; the rates of {rates.gpu} are of bf16 and {rates.low_format}")
     low_directions = DIRECTIONS[: {"bf16": 0, "mxfp8_wgrad_bf16": 2}.get(precision, 3)]
     sizes: dict[Direction, tuple[float, float, float]] = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-    parts = [
-        Part(
-            name,
-            "gemm",
-            grouped_gemm_time_s(*sizes[name], groups, rates, low=name in low_directions, wgrad=name == "wgrad"),
-        )
-        for name in DIRECTIONS
-    ]
-    return parts + [
-        part for part in cast_parts(m, n, k, groups, rates.low_format, rates) if part.direction in low_directions
-    ]
+    parts = []
+    for name in DIRECTIONS:
+        kind = {"grouped": True, "low": name in low_directions, "wgrad": name == "wgrad"}
+        parts.append(Part(name, "gemm", gemm_time_s(*sizes[name], groups, rates, **kind)))
+    casts = cast_parts(m, n, k, groups, rates.low_format, rates)
+    return parts + [part for part in casts if part.direction in low_directions]
 
 
 def cast_parts(m: float, n: int, k: int, groups: int, cast: str, rates: Rates, *, grouped: bool = True) -> list[Part]:
@@ -343,16 +326,16 @@ def product_times(
 
 def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
     m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
-    time_s, low, low_wgrad = gemm_time_s, *[kinds.low_linears and weight.part not in UNQUANTISED] * 2
-    if weight.part == "routed experts":
-        time_s, low = gemm_time_s if kinds.library else grouped_gemm_time_s, kinds.low
-        if not kinds.low_down and ".w2_" in weight.name:
-            low = False
+    low = low_wgrad = kinds.low_linears and weight.part not in UNQUANTISED
+    grouped = weight.part == "routed experts"
+    if grouped:
+        low = kinds.low and (kinds.low_down or ".w2_" not in weight.name)
         low_wgrad = low and not kinds.bf16_wgrad
+    time_s = functools.partial(gemm_time_s, groups=groups, rates=rates, grouped=grouped and not kinds.library)
     return (
-        time_s(m, n, k, groups, rates, low=low, wgrad=False),
-        time_s(m, k, n, groups, rates, low=low, wgrad=False),
-        time_s(n, k, m, groups, rates, low=low_wgrad, wgrad=True),
+        time_s(m, n, k, low=low, wgrad=False),
+        time_s(m, k, n, low=low, wgrad=False),
+        time_s(n, k, m, low=low_wgrad, wgrad=True),
     )
 
 

@@ -31,7 +31,7 @@ from moelab.projection.gemm import grouped_time_s, is_blackwell, rates_of
 
 Row = Mapping[str, Any]
 ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "grouped_gemm_h100"
-ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200", "h200_full_node"
+ALL_TO_ALL_H200, FULL_NODE = "all_to_all_h200_training", "h200_full_node"
 DRY_RUN = "dry run on CPU, emulated"
 """Label of a file that shows that a program runs, and nothing else."""
 FOLDER = "benchmarks/results"

@@ -117,17 +117,15 @@ class LayerTraffic:
 
     dispatch: OnWires
     combine: OnWires
-    combine_gradient: OnWires
-    dispatch_gradient: OnWires
 
     @property
     def total(self) -> OnWires:
         """All four exchanges."""
-        parts = self.dispatch, self.combine, self.combine_gradient, self.dispatch_gradient
+        way, back = self.dispatch, self.combine
         return OnWires(
-            nvlink=sum(part.nvlink for part in parts),
-            network=sum(part.network for part in parts),
-            local=sum(part.local for part in parts),
+            nvlink=2 * (way.nvlink + back.nvlink),
+            network=2 * (way.network + back.network),
+            local=2 * (way.local + back.local),
         )
 
 
@@ -153,15 +151,14 @@ def expected_rows(destinations: Destinations, placement: ExpertPlacement, method
 
 
 def layer_bytes(rows: OnWires, hidden: int, *, dispatch_precision: DispatchPrecision = "bf16") -> LayerTraffic:
-    """Bytes of the four exchanges of one MoE layer.
+    """Bytes of dispatch and combine of one MoE layer.
 
     ``rows`` are those that a rank sends in one exchange, of ``hidden`` elements each. ``dispatch_precision`` is that of
     dispatch and of combine's gradient, block scales included; the sums that combine and dispatch's gradient carry stay
     in BF16.
     """
-    low = rows.times(hidden * BYTES_PER_ELEMENT[dispatch_precision])
-    high = rows.times(hidden * BYTES_PER_ELEMENT["bf16"])
-    return LayerTraffic(dispatch=low, combine=high, combine_gradient=low, dispatch_gradient=high)
+    dispatch, combine = (rows.times(hidden * BYTES_PER_ELEMENT[one]) for one in (dispatch_precision, "bf16"))
+    return LayerTraffic(dispatch=dispatch, combine=combine)
 
 
 def expected_traffic(
