@@ -250,6 +250,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         width=WIDE,
     )
     colors = {Answer.EQUIVALENT: "#009E73", Answer.DIFFERENT: WARNING}
+    answers = [wrap(one.answer_words, 44) for one in verdicts.values()]  # at the right, one below the other
     for place, (name, one) in enumerate(verdicts.items()):
         color = colors.get(one.answer, MUTED)
         if one.margin_nats > 0:
@@ -263,7 +264,8 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         mark = interval_marks([place], ends, along="x", color=color, **look)
         figure.add_trace(mark.update(error_x_visible=one.interval.exists))
         figure.add_annotation(
-            text=f"<b>{plot_text(one.answer_words)}</b>",
+            text=f"<b>{answers[place]}</b>",
+            align="left",
             x=1,
             xref="paper",
             xanchor="left",
@@ -274,7 +276,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         )
     figure.add_vline(x=0, line={"color": INK, "width": 1})
     figure.update_xaxes(tickformat="+.4~f", hoverformat="+.4f")
-    right_px = 30 + 8 * max(len(one.answer_words) for one in verdicts.values())
+    right_px = 30 + 8 * max(len(line) for answer in answers for line in answer.split("<br>"))
     title = "loss difference (nats per token)"
     return list_rows(figure, title, names=[*rows.values()], showlegend=False, margin_r=right_px)
 
