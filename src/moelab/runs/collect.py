@@ -58,11 +58,11 @@ from moelab.runs.tensorboard import NotATensorBoardFolder, event_files, read_ten
 from moelab.runs.wandb_export import is_export, read_wandb
 
 RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
-READER_VERSION = 2
+READER_VERSION = 3
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
 _LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
-    r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
+    r"(?:^|\.)(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
 _FOR_ITS_LOSS = re.compile(
     r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
@@ -299,7 +299,10 @@ def collect(path: Path) -> list[Collected]:
         return collect_runs(discovered.runs)
     reads, ended = _read_elsewhere(path)
     name = path.stem.removesuffix(".log")
-    return [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]
+    collected = [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]
+    if not collected:
+        raise BadInput(f"{path}: no step in it has a value of one of TorchTitan's metrics; give what has logged a step")
+    return collected
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -530,7 +533,7 @@ def _logs(folder: Path) -> list[Path]:
 
 
 def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
-    """The longest of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``."""
+    """Of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``, the longest; of ranks', all."""
     losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
     longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
     # All ranks print the same digits, and two runs hardly ever do.
@@ -538,7 +541,8 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
     if others:
         names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
         raise BadInput(f"{folder} has logs of several runs or launches: {names}; give one of them")
-    return reads[longest]
+    # Segments are counted in each log: that of a later launch alone would put its memory at other steps.
+    return _of_rank_with_loss([read for read in reads.values() if read.segments == reads[longest].segments])
 
 
 def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:

@@ -1,21 +1,24 @@
 """What the lines of a text say about the end of a run: exceptions, signals, time-outs, words of Slurm and the kernel.
 
 A text is what one rank wrote, or a log in which many ranks, torchrun, Slurm and the kernel did. Its lines are told
-apart by their prefixes (PyTorch's ``[rank3]: ``, torchrun's, ``srun --label``'s, time stamps), so that the tracebacks
-of ranks that write at the same time are not mixed. An exception is read with its chain: of its exceptions the last
-counts that is no consequence. All else is a line that says it all, by a table.
+apart by their prefixes (PyTorch's ``[rank3]: ``, torchrun's, ``srun --label``'s, time stamps, and whatever else stands
+in front of both a traceback's header and the next line), so that the tracebacks of ranks that write at the same time
+are not mixed. An exception is read with its chain: of its exceptions the last counts that is no consequence. All else
+is a line that says it all, by a table.
 
 A log has millions of lines and a few that matter; a line is looked at only if it has one of a few words.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import signal
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -92,8 +95,9 @@ _WORDS_OF_KIND: Final = (
     (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
 )
 _BOILERPLATE = re.compile(
-    r"^(CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE_CUDA_DSA|Search for `cudaError|"
-    r"Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|Exception raised from|frame #|"
+    r"^((CUDA|HIP) kernel errors might|For debugging consider|Compile with `TORCH_USE_(CUDA|HIP)_DSA|"
+    r"Search for `cudaError|Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|"
+    r"Exception raised from|frame #|"
     r"nccl\w+(Error|Usage): |The above operation failed|This error may appear if|C\+\+ CapturedTraceback)"
 )
 _DETAIL = re.compile(
@@ -142,6 +146,9 @@ _STAMPS = re.compile(
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|kernel: |"
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
+_CLOCK = re.compile(r"\d+(?:[:./T-]\d+)+(?:,\d+)?")  # differs from line to line, unlike the other numbers of a prefix
+_OF_RANK = re.compile(r"(?i)rank\W{0,2}(\d+)|\[\d+,(\d+)\]<std")  # and mpirun's
+_MESSAGES: Final = ("log", "line", "message", "msg", "textPayload")  # Docker's, Loki's, loggers' and Google's
 _MARGIN = re.compile(r"^ *(?:[+|] ?)+(?=\S| )")  # of the exceptions in a group
 _NESTED = re.compile(r"Original Traceback|\(RANK \d+\)")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
@@ -161,7 +168,7 @@ _WATCHDOG = re.compile(
 )
 _GROUP = re.compile(r"\[PG .*?GUID [^( \]]*(?:\(([^)]+)\))? Rank (\d+)\].*(?:by watchdog|thread terminated)")
 _STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
-_WHAT = re.compile(r"what\(\):\s+(.*)")
+_WHAT = re.compile(r"(?:what\(\):\s+|watchdog (?=thread terminated with exception: CUDA))(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
 _BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
@@ -199,6 +206,12 @@ _LINES: Final = (
     _Line(Kind.OUTSIDE, "oom-kill:", r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", r"out of memory: \1 \2"),
     _Line(Kind.OUTSIDE, "OOMKilled", "(OOMKilled)", r"out of memory: \1"),
     _Line(Kind.OUTSIDE, "HW Exception by GPU", "(HW Exception by GPU node.*)"),
+    _Line(Kind.OUTSIDE, "uncorrectable hardware error",  # none of them is reported too
+          r"(amdgpu \S+: .*\b[1-9]\d* (?:new )?uncorrectable hardware errors? .*)", is_end=False),
+    _Line(Kind.OUTSIDE, "PBS: job killed", r"PBS: job killed: (v?mem .*)", r"out of memory: PBS: \1"),
+    _Line(Kind.OUTSIDE, "TERM_MEMLIMIT", r"(TERM_MEMLIMIT: .*)", r"out of memory: \1"),
+    _Line(Kind.STOPPED, "PBS: job killed", r"PBS: job killed: (walltime .*)", r"PBS's time limit was reached: \1"),
+    _Line(Kind.STOPPED, "TERM_", r"(TERM_(?:RUNLIMIT|PREEMPT): .*)"),
     _Line(Kind.OUTSIDE, "NVRM: Xid", r"NVRM: (Xid \(.*?\): \d+, .*)", is_end=False),
     _Line(Kind.STOPPED, "DUE TO TIME LIMIT", "CANCELLED AT", "Slurm's time limit was reached"),
     _Line(Kind.STOPPED, "DUE TO PREEMPTION", "CANCELLED AT", "preempted by another job of Slurm"),
@@ -210,6 +223,12 @@ _LINES: Final = (
     _Line(Kind.ENDED, "srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)",
           r"task \2 on \1: \3"),
     _Line(Kind.FAULT, "srun: error", "(srun: error: (?:Task launch|Unable to|Timed out).*)"),
+    _Line(Kind.FAULT, "pyxis: ", r"error: (pyxis:) {2,}+((?!\[INFO\]).*)", r"\1 \2"),  # what enroot printed
+    _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)"),
+    _Line(Kind.FAULT, "FATAL:  ", r"^(FATAL: {2,}.*)"),  # Apptainer's
+    _Line(Kind.FAULT, "Error response from daemon", "(Error response from daemon: .*)"),
+    _Line(Kind.FAULT, "symbol lookup error", r"(\S+: symbol lookup error: .*)"),
+    _Line(Kind.FAULT, "shared libraries: ", r"(\S+: error while loading shared libraries: .*)"),
     _Line(Kind.FAULT, "execve", "(slurmstepd: error: execve.*)"),
     _Line(Kind.FAULT, ": line ", r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)"),
     _Line(Kind.ABORTED, ": line ", r"line \d+: +\d+ ((?:Killed|Aborted).*)"),
@@ -220,6 +239,8 @@ _LINES: Final = (
     _Line(Kind.FAULT, "invalid opcode", r"traps: (\S+ trap invalid opcode .* in \S+?)\["),
     _Line(Kind.FAULT, "Caught signal", r"Caught signal \d+ \((.*)\)"),
     _Line(Kind.FAULT, "Memory access fault", "(Memory access fault by GPU node.*?Reason: [^.]*)"),
+    _Line(Kind.FAULT, " aborting with ", r"ueue (?:\S+ )?aborting with (?:error|status) ?: (.*?)(?: Available .*)?$",
+          r"ROCm aborted a queue: \1"),
     _Line(Kind.FAULT, "thread: [", r"(?:^|/)([^/\s]+:\d+): .*block: \[.*Assertion `?(.*?)[`']? failed",
           r"a CUDA kernel's assertion failed (\1): \2"),
     _Line(Kind.FAULT, "Assertion `", r"^(?:\S+: )?(?:\S*/)?([^/\s]+:\d+): .*Assertion `(.*)' failed\.",
@@ -237,7 +258,8 @@ _LINES: Final = (
     _Line(Kind.FAULT, "nvshmem", r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "transport/ib", r"^(\S*:\d+: (?:NULL value|non-zero status).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "NVSHMEM API", "(NVSHMEM API called before NVSHMEM initialization.*)"),
-    _Line(Kind.ABORTED, "NCCL WARN", r"NCCL WARN ((?:NET/\w+ ?: )?Got completion .*(?:status=|error )(?!0\b).*)",
+    _Line(Kind.ABORTED, "NCCL WARN",
+          r"NCCL WARN ((?:NET/\w+ ?: )?Got (?:completion .*(?:status=|error )(?!0\b)|async event ?: ).*)",
           r"NCCL: \1", is_end=False),
     _Line(Kind.FAULT, "NCCL WARN",
           "NCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|uncorrectable).*)",
@@ -308,16 +330,18 @@ class Scan:
         self._agents: list[re.Match[str]] = []  # what torchrun says before its summary
         self._block: int | None = None  # the rank whose entry of torchrun's summary is read
         self._is_root, self._in_trace = False, False
+        self._prefixes: list[re.Pattern[str]] = []  # of wrappers that no table has, as their tracebacks show them
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
         self._line = 0
-        for raw in text.splitlines():
+        lines = text.splitlines()
+        for raw, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
                 continue
             if "step:" in raw and (step := _STEP.search(COLOUR.sub("", raw))):
                 self._steps[int(step[1])] = self._line
             elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
-                self._take(raw)
+                self._take(raw, following)
         for stream in self._streams.values():
             self._close(stream)
             self._end_chain(stream)
@@ -357,15 +381,16 @@ class Scan:
                 # The innermost exception of a chain comes first and the last says what it meant, if it is no worse.
                 yield min(reversed(chain), key=lambda one: one[1].kind)
 
-    def _take(self, raw: str) -> None:
-        line = COLOUR.sub("", raw[:LINE_LENGTH])
-        if line.startswith('{"log":'):  # Docker's file of a container
-            try:
-                line = str(json.loads(line)["log"]).rstrip("\n")
-            except (ValueError, KeyError):
-                return
+    def _take(self, raw: str, following: str) -> None:
+        line = _plain(raw)
         key, rank, is_own = "", self.rank, self._is_exception
-        if match := _RANKS.match(line):
+        if TRACEBACK in line:
+            self._learn_prefix(line, following)
+        if learned := next((match for prefix in self._prefixes if (match := prefix.match(line))), None):
+            key, line = _CLOCK.sub("", learned[0]), line[learned.end() :]
+            if of_rank := _OF_RANK.search(key):
+                rank = int(of_rank[1] or of_rank[2])
+        elif match := _RANKS.match(line):
             key, line = match[1].rstrip(), line[match.end() :]
             rank = int(re.findall(r"\d+", key)[-1])
             is_own = match[1].endswith(" ")  # PyTorch's own prefix, which every line of a message has
@@ -385,6 +410,17 @@ class Scan:
             if line.strip():
                 stream.before = line
         (self._open.add if stream.is_open else self._open.discard)(key)
+
+    def _learn_prefix(self, line: str, following: str) -> None:
+        """Remember what stands before a traceback's header if it stands before the next line of one too."""
+        prefix = line.partition(TRACEBACK)[0]
+        # PyTorch's prefix and the time stamps are known, and a margin is that of an exception group.
+        is_known = not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
+        if is_known or any(known.match(line) for known in self._prefixes):
+            return
+        pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(prefix)))
+        if (match := pattern.match(after := _plain(following))) and after.startswith(("  ", TRACEBACK), match.end()):
+            self._prefixes.append(pattern)
 
     # Python's exceptions
 
@@ -504,8 +540,12 @@ class Scan:
             kind, message = entry.kind, " ".join(match.expand(entry.message).split())
             if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in APPLICATION_XIDS:
                 kind = Kind.TRAPPED
+            # A link that breaks before anybody times out is what they wait for; later it is a process that gave up. In
+            # the text of one rank nothing tells which.
+            elif kind is Kind.ABORTED and "NET/" in message and self.rank is None:
+                kind = kind if any(one.kind is Kind.TIMED_OUT for one in self._found) else Kind.WAITED
             self._add(stream, kind, message, is_end=entry.is_end)
-            return kind is Kind.WAITED or "kernel's assertion" in entry.message
+            return entry.kind is Kind.WAITED or "kernel's assertion" in entry.message
         return False
 
     def _add(
@@ -578,6 +618,16 @@ _SIGNAL_HINTS: Final = {
     "SIGBUS": " (often no space left in /dev/shm)",
     "SIGILL": " (an instruction that the processor does not have)",
 }
+
+
+def _plain(raw: str) -> str:
+    """A line without colours; of one that a container or a logger wrote as JSON, the message."""
+    line = COLOUR.sub("", raw[:LINE_LENGTH])
+    if line.startswith("{"):
+        with suppress(ValueError, AttributeError):
+            record = json.loads(line)
+            line = next((text for key in _MESSAGES if isinstance(text := record.get(key), str)), line)
+    return line.rstrip("\n")
 
 
 def _where(stream: _Stream) -> str:

@@ -121,7 +121,7 @@ def loss_curves(
             draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
     draw_marks(figure, marks)
     if has_inset:
-        _place_inset(figure, pd.concat(curves.values(), axis=1), first_of_inset)
+        _place_inset(figure, pd.concat(curves.values(), axis=1).sort_index(), first_of_inset)
     return name_loss_axes(figure)
 
 
