@@ -103,8 +103,8 @@ def settings_of(path: Path, runs: int = 1) -> Settings:
         names = dict.fromkeys(name for own in launches for name in own)
         of_log = {name: list(dict.fromkeys(own[name] for own in launches if name in own)) for name in names}
         # A restart may go on elsewhere, which is said; how far it was to train is what the last one says.
-        values = {name: own[-1] if name in _PLANNED else ", then ".join(own) for name, own in of_log.items()}
-        return Settings(values=values, source="its log")
+        joined = {name: own[-1] if name in _PLANNED else ", then ".join(own) for name, own in of_log.items()}
+        return Settings(values=joined, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()

@@ -186,7 +186,7 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     middles = {side.label: median(side.tps) for side in sides}
     if len(sides) == 1:
         return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
-    fast, slow = (pick(sides, key=lambda side: middles[side.label]) for pick in (max, min))
+    slow, *_, fast = sorted(sides, key=lambda side: middles[side.label])  # two, also where all are as fast
     if speed_differences(fast, slow):
         both = f"{middles[fast.label]:,.0f} and {middles[slow.label]:,.0f} tokens/s"
         why = "not on like machines" if machine_differences(fast, slow) else "not of the same work"
