@@ -19,7 +19,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
+from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences, speed_differences
 from moelab.analysis.side import Side, median
 from moelab.runs.table import merge_segments
 from moelab.viz.draw import draw_band, draw_mean, list_rows, over_steps, panels
@@ -162,7 +162,7 @@ def loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> st
         rows = sides[0].table.dropna(subset=["loss"])
         return f"{sides[0].label} goes from {rows['loss'].iloc[0]:.3f} to {rows['loss'].iloc[-1]:.3f} nats per token"
     if not known:
-        return "The runs have no step in common"
+        return "The runs have no step in common at the end"
     far = max(known, key=lambda one: abs(one.nats))
     steps = f"over steps {far.first_step:,} to {far.steps[-1]:,}"
     where = f"{abs(far.nats):.4f} nats {'below' if far.nats < 0 else 'above'} {far.reference}"
@@ -184,14 +184,15 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     middles = {side.label: median(side.tps) for side in sides}
     if len(sides) == 1:
         return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
-    fast, slow = (pick(sides, key=lambda side: middles[side.label]) for pick in (max, min))
-    if not middles[slow.label]:
-        return f"{slow.label} logged 0 tokens/s"
-    if machine_differences(fast, slow):
+    slow, *_, fast = sorted(sides, key=lambda side: middles[side.label])  # two, also where all are as fast
+    if speed_differences(fast, slow):
         both = f"{middles[fast.label]:,.0f} and {middles[slow.label]:,.0f} tokens/s"
-        return f"{fast.label} and {slow.label} logged {both}, not on like machines: no gain is claimed"
+        why = "not on like machines" if machine_differences(fast, slow) else "not of the same work"
+        return f"{fast.label} and {slow.label} logged {both}, {why}: no gain is claimed"
     ratio = f"{middles[fast.label] / middles[slow.label]:.3g}"
     known = all("gpu" in side.settings.values for side in sides)
     if not known or any(side.emulated or side.on_cpu for side in sides):
-        return f"{fast.label} logged {ratio} times the tokens/s of {slow.label}"  # unknown hardware, or emulated
+        return (
+            f"{fast.label} logged {ratio} times the tokens/s per GPU of {slow.label}"  # unknown hardware, or emulated
+        )
     return f"{fast.label} trains {ratio} times as fast as {slow.label}"

@@ -133,9 +133,10 @@ def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
     # Its tick labels stand to the left of that edge, so the curves are looked at from a little before it.
     clear = np.nanmax(curves.loc[before + int((INSET_LEFT - 0.08) * (last - before)) :].to_numpy(dtype=float))
     low, high = np.nanmin(curves.to_numpy(dtype=float)), np.nanmax(curves.to_numpy(dtype=float))
-    floor = low - 0.04 * (high - low)
+    height = (high - low) or 1.0  # of losses that are all the same
+    floor = low - 0.04 * height
     # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
-    top = max(high + 0.04 * (high - low), floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
+    top = max(high + 0.04 * height, floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
     bottom = (clear - floor) / (top - floor) + INSET_GAP
     whole = {"dtick": 1} if last - first < 5 else {"nticks": 5}
     frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
