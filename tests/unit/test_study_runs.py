@@ -239,7 +239,9 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
         (verdict, *_) = found.verdicts
         assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
         assert any("as requested: seed 2" in note for note in found.notes)
-    assert sum(not row["used"] for row in judge_study(study, dropped_seeds=[2]).to_json()["runs"]) == 2
+    dropped = judge_study(study, dropped_seeds=[2])
+    assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
+    assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {4}
     with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
         judge_paths([study], dropped_seeds=[77])
 

@@ -347,7 +347,6 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = []
     for side in sides:
         low, high = quartiles(side.tps)
-        comparable = first_tps and side.label not in judged.no_gain  # an export may hold speeds of 0
         rows.append(
             [
                 side.label,
@@ -358,7 +357,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
                 side.held_out_nats,
                 median(side.tps),
                 f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                median(side.tps) / first_tps if comparable else math.nan,
+                math.nan if side.label in judged.no_gain else median(side.tps) / first_tps,
                 side.memory_gib,
                 side.memory_percent,
             ]
