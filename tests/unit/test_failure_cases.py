@@ -675,6 +675,16 @@ def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp
     assert run.rows["memory_gib"].tolist() == [63.0] * 3
 
 
+def test_of_two_runs_in_one_log_the_last_failed(tmp_path: Path) -> None:
+    earlier = steps(1, 2).replace("loss:  8", "loss:  7").replace("2026-", "2025-")
+    left(tmp_path, {"train.log": earlier + steps(1, 2) + raised("ValueError: mine")})
+    runs = collect(tmp_path / "train.log")
+    assert [(run.status.state, run.status.reason) for run in runs] == [
+        (State.UNKNOWN, None),
+        (State.FAILED, "ValueError: mine"),
+    ]
+
+
 def test_a_file_that_is_no_log_hides_none(tmp_path: Path) -> None:
     left(tmp_path, {"old.log": "PK\x03\x04"})
     with pytest.raises(BadInput, match=r"left out: .*old\.log is a zip archive"):
