@@ -106,7 +106,6 @@ def job(state: str, **fields: Any) -> SlurmJob:
         (of_671b(), "C4 would be streamed by 32 nodes"),
         (of_671b("pp=16", "ep=32"), "plan of bf16_standard_round-robin: "),
         (of_671b("activation_checkpoint=none"), r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"),
-        (small(gpus_per_node=16), "plan of bf16_standard: gpus_per_node is 16"),
     ],
 )
 def test_what_cannot_run_there_is_refused_before_anything_is_written(
