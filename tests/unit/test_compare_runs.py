@@ -334,16 +334,21 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     losses = {step: 8 - step / 99 for step in range(1, 41)}
     logs = [log_of(tmp_path / f"{name}.log", losses, tps=tps) for name, tps in (("slow", 1000), ("fast", 1500))]
     faster, _, what = compared(*logs).summary.values()
-    assert faster == "fast logged 1.5 times the tokens/s of slow."
+    assert faster == "fast logged 1.5 times the tokens/s per GPU of slow."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
     cpu = log_of(tmp_path / "cpu.log", losses, tps=9)
     cpu.write_text(GPU.replace("CUDA capacity: NVIDIA", "CPU capacity:") + cpu.read_text())
-    words = "fast logged 1.5 times the tokens/s of slow; not measured for cpu: a CPU process stands in for a GPU."
+    words = (
+        "fast logged 1.5 times the tokens/s per GPU of slow; not measured for cpu: a CPU process stands in for a GPU."
+    )
     assert compared(*logs, cpu).summary["Faster?"] == words
     for log, gpu in zip(logs, ("H100", "B200"), strict=True):
         log.write_text(GPU.replace("H100 80GB HBM3", gpu) + log.read_text())
     assert compared(*logs).no_gain == {"fast": "hardware NVIDIA B200 against NVIDIA H100"}
+    later = log_of(tmp_path / "later.log", {step: loss for step, loss in losses.items() if step > 9}, tps=1500)
+    logs[1].write_text(logs[0].read_text() + GPU.replace("H100 80GB HBM3", "B200") + later.read_text())
+    assert compared(*logs).no_gain == {"fast": "hardware NVIDIA H100, then NVIDIA B200 against NVIDIA H100"}
 
 
 def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_path: Path) -> None:
@@ -359,6 +364,9 @@ def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_p
     found = compared(*logs)
     assert found.no_gain == {"1": "model 16B against debug"}
     assert "(they also differ in model)" in found.summary["Same loss?"]
+    titles = [title(one.figure).replace("<br>", " ") for one in report_figures(found)]
+    assert any("not of the same work: no gain is claimed" in one for one in titles)
+    assert report_figures(compared(log_of(logs[0], dict.fromkeys(losses, 0.0))))
 
 
 def test_a_clock_of_whole_seconds_times_no_shorter_step(tmp_path: Path) -> None:

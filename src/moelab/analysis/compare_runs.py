@@ -318,6 +318,13 @@ def kernel_facts(run: Collected) -> dict[str, str]:
     return {"MXFP8 or NVFP4 kernels": words[run.emulates_products], "DeepEP kernels": words[run.emulates_deepep]}
 
 
+def speed_differences(side: Side, reference: Side) -> list[str]:
+    """Why two sides' tokens/s are not of the same work on like machines, in words, as far as is known."""
+    work = differing_of((side, reference), OF_A_TOKEN)
+    of_work = [f"{name} {' against '.join(map(str, values))}" for name, values in work.items()]
+    return [*of_work, *machine_differences(side, reference)]
+
+
 def machine_differences(side: Side, reference: Side) -> list[str]:
     """In what two sides' machines and software differ that their speed depends on, in words, as far as is known."""
     if side.experiment is not None and reference.experiment is not None:

@@ -20,17 +20,16 @@ import pandas as pd
 from moelab.analysis.arms import PRECISIONS, contrast, seed_names, seeds_words
 from moelab.analysis.compare_runs import (
     NOT_FOR_SPEED,
-    OF_A_TOKEN,
     Difference,
     caveats,
     difference,
-    differing_of,
     differing_settings,
     differing_values,
     judge_sides,
     kernel_facts,
     machine_differences,
     mixed_facts,
+    speed_differences,
 )
 from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.side import Side, median
@@ -182,10 +181,7 @@ class Report:
         """Why no gain over the first side, and no ratio to its speed, is claimed: label to words."""
         first, reasons = self.reference, {}
         for side in self.others:
-            words = machine_differences(side, first)
-            if self.study is None:
-                other = differing_of((side, first), OF_A_TOKEN)
-                words = [*(f"{name} {' against '.join(map(str, values))}" for name, values in other.items()), *words]
+            words = (speed_differences if self.study is None else machine_differences)(side, first)
             if self.study is not None and side.experiment is not None and first.experiment is not None:
                 settings = differing_settings(side.experiment, first.experiment)
                 words = [*(fact for name, fact in settings.items() if name not in NOT_FOR_SPEED), *words]
@@ -388,7 +384,7 @@ class Report:
         own, reference = median(side.tps), median(first.tps)
         if math.isnan(own) or math.isnan(reference):
             return f"{side.label} and {first.label} did not both log tokens/s"
-        return f"{side.label} logged {own / reference:.3g} times the tokens/s of {first.label}"
+        return f"{side.label} logged {own / reference:.3g} times the tokens/s per GPU of {first.label}"
 
     @property
     def _same_loss(self) -> str:
