@@ -303,6 +303,11 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 0: ValueError: inner", []),
     ("out of the first exception, a second", {"r2/stderr": chained(raised("ValueError: mine", prefix="[rank2]: "), raised(LOST, prefix="[rank2]: "), prefix="[rank2]: ", words=BETWEEN)},
      "rank 2: ValueError: mine", []),
+    ("a stage of a pipeline that ran out of memory", {"r2/stderr": chained(raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB", prefix="[rank2]: "),
+        raised("RuntimeError: \n            [Stage 1] failed to run forward:\n            args: ('Tensor(torch.Size([1, 2048]), grad=False)',)\n            kwargs: {}", prefix="[rank2]: "), prefix="[rank2]: ")},
+     "rank 2: torch.OutOfMemoryError: CUDA out of memory.", []),
+    ("want of memory under another name", {"r2/stderr": chained(raised("torch.OutOfMemoryError: CUDA out of memory."), raised("RuntimeError: training failed"))},
+     "rank 2: torch.OutOfMemoryError: CUDA out of memory.", []),
     ("a full disk, then what the writer says", {"r0/stderr": chained(raised("OSError: [Errno 28] No space left on device"),
                                                                    raised("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598"), words=BETWEEN)},
      "rank 0: OSError: [Errno 28] No space left on device", []),
@@ -362,6 +367,9 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("nccl 905: a link that flaps, and those who wait for it", {"slurm-1.out": steps(1) + "gpu-1:62:63 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error\n"
       "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2, len 1, vendor err 129\n" + watchdog(0)},
      "NCCL: NET/IB : Got async event : port error", []),
+    ("AWS' network", {"slurm-1.out": steps(1) + "gpu-1:62:63 [1] NCCL WARN NET/OFI Request 0x7f completed with error. RC: 5. Error: 113 (unreachable remote), Completed length: 0\n" + watchdog(0)},
+     "NCCL: NET/OFI Request 0x7f completed with error.", ["unreachable remote"]),
+    ("GPUs that do not see each other", {"r3/stderr": "/nvshmem/src/host/mem/mem_heap.cpp:123: [GPU 3] Peer GPU 4 is not accessible, exiting ...\n", "train.log": summary((3, 255))}, "rank 3: NVSHMEM:", ["Peer GPU 4 is not accessible"]),
     ("a link to a process that gave up", {"slurm-1.out": watchdog(0) + "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2\n"},
      "rank 0: a collective timed out", []),
     ("a library of another version", {"train.log": "python: symbol lookup error: /opt/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister\n" + summary((0, 127))}, "python: symbol lookup error: ", ["ncclCommWindowRegister"]),
@@ -384,6 +392,12 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("zetta_utils 671: time", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** JOB 494583 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
       + raised("torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15")}, "Slurm's time limit was reached", []),
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
+    ("what is raised for the signal of a time limit", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
+      + raised("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly", prefix="[rank2]: ")}, "Slurm's time limit was reached", []),
+    ("a job that hung until its time limit", {"slurm-7.out": steps(1, 2) + raised("ValueError: mine", prefix="[rank2]: ")
+      + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"}, "rank 2: ValueError: mine", []),
+    ("mpirun", {"train.log": steps(1) + "prterun noticed that process rank 3 with PID 1234 on node gpu-1 exited on signal 9 (Killed).\n"}, "rank 3 on node gpu-1 exited on signal 9", []),
+    ("PALS", {"train.log": steps(1) + "x1921c0s1b0n0.hsn.cm.aurora.alcf.anl.gov: rank 11 died from signal 6 and dumped core\n"}, "x1921c0s1b0n0.hsn.cm.aurora.alcf.anl.gov: rank 11 died from signal 6", []),
     ("cancelled by hand", {"slurm-8.out": "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***\n"}, "JOB 12 was cancelled", []),
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
     ("other ranks go on for two steps", {"train.log": steps(1) + raised("ValueError: mine", prefix="[rank1]: ") + steps(2, 3)}, "rank 1: ValueError: mine", []),
@@ -407,13 +421,14 @@ def test_the_cause(tmp_path: Path, files: dict[str, str], begins: str, holds: li
     [
         {"train.log": steps(1) + raised("OSError: 503 Server Error") + steps(2, 3, 4, 5)},
         {"train.log": steps(1) + summary((0, 1)) + steps(1, 2, 3, 4)},
+        {"train.log": steps(1) + "slurmstepd: error: *** JOB 4 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n" + steps(1, 2, 3)},
         {"train.log": steps(1, 2) + watchdog(0) + "[titan] Training completed\n"},
         {"train.log": steps(1, 2) + "gpu-1:62:63 [1] init.cc:12 NCCL WARN NET/IB : No device found, timeout ignored.\n"},
         {"train.log": steps(1, 2) + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")},
         {"train.log": steps(1, 2), "dmesg": "[19277.97] NVRM: Xid (PCI:0000:97:00): 79, GPU has fallen off the bus.\n"},
         {"train.log": steps(1, 2) + "DeepEP initialized with NCCL version: 2.30.4 (loaded library)\n"},
     ],
-    ids=["a retry that helped", "torchrun started it again", "after the end", "a warning", "Python's end", "an old Xid", "a greeting"],
+    ids=["a retry that helped", "torchrun started it again", "Slurm started it again", "after the end", "a warning", "Python's end", "an old Xid", "a greeting"],
 )  # fmt: skip
 def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]) -> None:
     (run,) = collect(left(tmp_path, files))
@@ -654,9 +669,20 @@ def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp
     assert run.rows["memory_gib"].tolist() == [63.0] * 3
 
 
+def test_a_file_that_is_no_log_hides_none(tmp_path: Path) -> None:
+    left(tmp_path, {"old.log": "PK\x03\x04"})
+    with pytest.raises(BadInput, match=r"left out: .*old\.log is a zip archive"):
+        collect(tmp_path)
+    (run,) = collect(left(tmp_path, {"train.log": steps(1, 2, 3) + raised("ValueError: mine")}))
+    assert (len(run.rows), run.status.reason) == (3, "ValueError: mine")
+    assert "old.log is a zip archive" in run.notes[0]
+
+
 def test_a_folder_of_logs_without_steps_or_failure_names_them(tmp_path: Path) -> None:
-    left(tmp_path, {"train.log": "starting\n"})
-    with pytest.raises(BadInput, match=r"train\.log"):
+    with pytest.raises(BadInput, match="nothing in it is a log"):
+        collect(tmp_path)
+    left(tmp_path, {"train.log": "starting\n {'loss': 7.2}\n"})
+    with pytest.raises(BadInput, match=r"in train\.log either; these look like the Hugging Face Trainer's lines"):
         collect(tmp_path)
 
 

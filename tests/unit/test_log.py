@@ -421,6 +421,7 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
         ("", "it is empty"),
         ("[titan] Training starts at step 1.\n", "training started but logged no step"),
         ("step: 1  loss: 7,20000  memory: 1,00GiB(1,00%)  tps: 4.000  mfu: N/A\n", "decimal comma ('loss: 7,20000')"),
+        ("step: 1  loss: 7.2  memory: 1.00GiB(1.00%)  tps: 4_000  mfu: N/A\n", "cut off or in another format"),
         ("step:  1  los\nfoo\n", "cut off or in another format"),
         (" iteration       10/     100 | consumed samples: 80 | lm loss: 7.2E+00 |", "look like Megatron-LM's lines"),
         ("Training epoch 0, iteration 10/99 | lr: 1e-4 | reduced_train_loss: 7.2", "look like NeMo's"),

@@ -39,7 +39,7 @@ from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import cause, rank_folders
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
-from moelab.runs.log_text import NotALog, tail
+from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
 from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
@@ -478,8 +478,15 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
-    logs = [file for file in _logs(folder) if file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file)).rows)}  # dmesg has none
+    logs: dict[Path, MetricsRead] = {}
+    faults = []
+    for file in _logs(folder):
+        if file.parent not in ranks:
+            try:
+                logs[file] = read_log(file)
+            except (NotALog, OSError) as error:
+                faults.append(f"left out: {error}")
+    reads = {file: read for file, read in logs.items() if len(read.rows)}  # dmesg has none
     of_ranks = [
         read_log(file, mend=False)
         for rank in ranks
@@ -487,6 +494,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if not reads and file.is_file()
     ]
     read = _of_one_run(folder, reads) if reads else _of_rank_with_loss(of_ranks)
+    read = replace(read, notes=(*read.notes, *faults))
     ended = cause(folder, *(tail(file) for file in logs))
     try:
         events = tensorboard_runs(folder)
@@ -497,9 +505,12 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
             # Tables alone: JSON beside one is W&B's configuration and summary.
             if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
                 return _read_exports(exports), None
-            raise
+            found = f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export"
+            raise BadInput("\n".join([found, *faults])) from None
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
-        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
+        beginnings = (next(iter(LogBytes(file)), b"") for file in logs)
+        seen = next((f"; {words}" for beginning in beginnings if (words := what_was_seen(beginning))), "")
+        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either{seen}") from None
     if not len(read.rows):
         return events, ended
     return [_united(read, events[0]) if len(events) == 1 else read], ended

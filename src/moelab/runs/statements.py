@@ -91,7 +91,7 @@ _WORDS_OF_KIND: Final = (
     (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated")),
     (Kind.ENDED, re.compile(r"See inner exception")),
     # These say that something failed, and another exception of their chain says what.
-    (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)")),
+    (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)|\] failed to run (forward|backward):")),
     (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
 )
 _BOILERPLATE = re.compile(
@@ -192,6 +192,7 @@ class _Line(NamedTuple):
     is_end: bool = True
 
 
+_TIME_LIMIT: Final = "Slurm's time limit was reached"
 _LINES: Final = (
     _Line(Kind.OUTSIDE, "Node failure on", r"srun: error: Node failure on (\S+)", r"node \1 failed"),
     _Line(Kind.OUTSIDE, "DUE TO NODE", r"DUE TO NODE (?:(\S+) )?FAILURE", r"node \1 failed"),
@@ -213,7 +214,7 @@ _LINES: Final = (
     _Line(Kind.STOPPED, "PBS: job killed", r"PBS: job killed: (walltime .*)", r"PBS's time limit was reached: \1"),
     _Line(Kind.STOPPED, "TERM_", r"(TERM_(?:RUNLIMIT|PREEMPT): .*)"),
     _Line(Kind.OUTSIDE, "NVRM: Xid", r"NVRM: (Xid \(.*?\): \d+, .*)", is_end=False),
-    _Line(Kind.STOPPED, "DUE TO TIME LIMIT", "CANCELLED AT", "Slurm's time limit was reached"),
+    _Line(Kind.STOPPED, "DUE TO TIME LIMIT", "CANCELLED AT", _TIME_LIMIT),
     _Line(Kind.STOPPED, "DUE TO PREEMPTION", "CANCELLED AT", "preempted by another job of Slurm"),
     _Line(Kind.STOPPED, "DUE TO JOB REQUEUE", "CANCELLED AT", "requeued by Slurm"),
     _Line(Kind.ENDED, "CANCELLED AT", r"\*\*\* ((?:JOB|STEP) \S+) ON \S+ CANCELLED AT", r"\1 was cancelled"),
@@ -222,6 +223,9 @@ _LINES: Final = (
     _Line(Kind.ABORTED, "srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", r"task \2 on \1: \3"),
     _Line(Kind.ENDED, "srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)",
           r"task \2 on \1: \3"),
+    _Line(Kind.ABORTED, "noticed that process rank", r"(rank \d+) with PID \d+ (on node \S+ exited on signal .*)",
+          r"\1 \2"),  # by mpirun
+    _Line(Kind.ABORTED, " died from signal", r"(\S+: rank \d+ died from signal .*)"),  # by PALS' mpiexec
     _Line(Kind.FAULT, "srun: error", "(srun: error: (?:Task launch|Unable to|Timed out).*)"),
     _Line(Kind.FAULT, "pyxis: ", r"error: (pyxis:) {2,}+((?!\[INFO\]).*)", r"\1 \2"),  # what enroot printed
     _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)"),
@@ -255,11 +259,13 @@ _LINES: Final = (
     _Line(Kind.FAULT, "munmap_chunk()", r"(munmap_chunk\(\).*)"),
     _Line(Kind.FAULT, "stack smashing", r"(\*\*\* stack smashing detected.*)"),
     _Line(Kind.FAULT, "in worker.", r"ERROR: (Unexpected .* in worker\..*)"),
-    _Line(Kind.FAULT, "nvshmem", r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", r"NVSHMEM: \1"),
+    _Line(Kind.FAULT, "nvshmem",
+          r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init|\[GPU \d+\] Peer).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "transport/ib", r"^(\S*:\d+: (?:NULL value|non-zero status).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "NVSHMEM API", "(NVSHMEM API called before NVSHMEM initialization.*)"),
     _Line(Kind.ABORTED, "NCCL WARN",
-          r"NCCL WARN ((?:NET/\w+ ?: )?Got (?:completion .*(?:status=|error )(?!0\b)|async event ?: ).*)",
+          r"NCCL WARN ((?:(?:NET/\w+ ?: )?Got (?:completion .*(?:status=|error )(?!0\b)|async event ?: )"
+          r"|NET/OFI .*completed with error).*)",
           r"NCCL: \1", is_end=False),
     _Line(Kind.FAULT, "NCCL WARN",
           "NCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|uncorrectable).*)",
@@ -275,6 +281,7 @@ _LINES: Final = (
     _Line(Kind.FAULT, "options: ", "((?:Unrecognized|Required|Missing) options?: [^│]*)"),
     _Line(Kind.FAULT, "arguments: ", "((?:Unrecognized|Required|Missing) arguments?: [^│]*)"),
     _Line(Kind.FAULT, "No space left", r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: No space left on device.*)"),
+    _Line(Kind.FAULT, "quota exceeded", r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: Disk quota exceeded.*)"),
 )  # fmt: skip
 #: A line without any of these is not looked at, unless something was said before that may go on.
 _SIGNS: Final = tuple(dict.fromkeys((
@@ -359,10 +366,14 @@ class Scan:
         placed = [(line, one) for one, line in self._found.items()]
         placed += [one for stream in self._streams.values() for one in self._last_chains(stream)]
         last_lines = sorted(self._steps.values())
+        is_over = False
         for line, statement in sorted(placed, key=lambda one: one[0]):
             steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
-                yield self._with_global_rank(self._with_group(statement))
+                is_over |= statement.message == _TIME_LIMIT
+                is_interrupted = is_over and statement.kind is Kind.FAULT  # by Slurm's signal
+                placed_one = replace(statement, kind=Kind.ENDED) if is_interrupted else statement
+                yield self._with_global_rank(self._with_group(placed_one))
 
     def _with_global_rank(self, statement: Statement) -> Statement:
         """As torchrun's summary numbers it, where a line has the local rank in torchrun's own prefix."""
@@ -378,8 +389,9 @@ class Scan:
         """
         for chain in stream.chains:
             if stream.rank is None or stream.chains[-1][-1][0] - chain[-1][0] < CHAIN_LINES:
-                # The innermost exception of a chain comes first and the last says what it meant, if it is no worse.
-                yield min(reversed(chain), key=lambda one: one[1].kind)
+                # The innermost exception of a chain comes first and the last says what it meant, if it is no worse; for
+                # want of memory anything may be raised.
+                yield min(reversed(chain), key=lambda one: (one[1].kind, "OutOfMemoryError" not in one[1].message))
 
     def _take(self, raw: str, following: str) -> None:
         line = _plain(raw)
