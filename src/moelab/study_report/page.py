@@ -167,6 +167,8 @@ def verdicts_figure(judged: Report) -> Any:
         (verdict,) = judged.verdicts
         arm, reference, _ = contrast(verdict.arm, verdict.reference)
         finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
+        if not verdict.seeds:
+            finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
     words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."

@@ -401,6 +401,14 @@ class Report:
         if single:
             answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
             answers.append("A single run cannot show what another seed would change.")
+        # A yes is of the arms alone only where all else is the same.
+        judged = {verdict.arm for verdict in self.verdicts}
+        sides = [side for side in self.others if {side.arm, side.label} & judged]
+        answers += [
+            words if len(sides) == 1 else f"{side.label}: {words}"
+            for side in sides
+            for words in caveats(side, self.reference)
+        ]
         return " ".join(answers)
 
     @property
@@ -615,6 +623,8 @@ def _loss_words(verdict: Verdict) -> str:
     if verdict.decided_by:
         return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    if not verdict.seeds:
+        return f"{arm} and {reference} have no finished seed in common"
     words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
