@@ -75,7 +75,9 @@ def test_even_groups_differ_by_one_row_and_skewed_ones_by_more_than_chance() -> 
     assert skewed == pytest.approx(500, rel=0.4)  # a Dirichlet of 4: half of the mean
 
 
-@pytest.mark.parametrize("text", ["", "1,2,3", "1,2,3,4,5,6", "a,b,c,d", "64,64,64,-1", "64,64,64,2,odd", "0,32,32,1"])
+@pytest.mark.parametrize(
+    "text", ["", "1,2,3", "1,2,3,4,5,6", "a,b,c,d", "64,64,64,-1", "64,64,64,2,odd", "0,32,32,1", "²,32,32,1"]
+)
 def test_a_shape_that_is_none(text: str) -> None:
     with pytest.raises(BadInput, match=r"M,N,K,G|valid are even, random, skewed|whole number"):
         parse_case(text)
@@ -361,7 +363,15 @@ def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
     assert read_result(path).speedups("mxfp8").empty
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"schema": 2}', '{"schema": 1, "rows": []}', "\0"])
+ROW = '{"median_us": 1, "iqr_us": 0, "tflops": 1, "fraction_of_peak": null}'
+NO_RESULTS = ["", "{}", "[]", "\0", '{"schema": 2}']
+NO_RESULTS += [
+    f'{{"schema": 1, "components": [], "rows": {rows}, "versions": null}}'
+    for rows in ("[]", "null", '{"m": 1}', "[1]", '[{"m": 1}]', ROW.replace("1", '"x"').join("[]"), ROW.join("[]"))
+]
+
+
+@pytest.mark.parametrize("text", NO_RESULTS)
 def test_a_file_that_is_no_result(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.json"
     path.write_text(text)

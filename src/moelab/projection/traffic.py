@@ -251,7 +251,7 @@ def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -
             far_SR[sender] = rows_NL.ravel()
             near_SR[sender].reshape(-1, L)[home] = rows_NL[home]
         far_SR[sender].reshape(-1, L)[home] = 0
-    local_S = np.diag(near_SR).copy()
+    local_S = np.diag(near_SR)
     return ExchangeCount(nvlink_SR=near_SR - np.diag(local_S), network_SR=far_SR, local_S=local_S)
 
 
@@ -272,7 +272,8 @@ def simulate_rows(
 def _rows_by_rank(ids_TK: ExpertIds, placement: ExpertPlacement) -> Counts:
     """How many experts of each token every rank holds, ``(T, P)``."""
     tokens, P = len(ids_TK), placement.ep
-    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]  # one bincount for all tokens
+    # A bin for each token and rank, so that one bincount does for all tokens.
+    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]
     return np.bincount(flat.ravel(), minlength=tokens * P).reshape(tokens, P)
 
 
