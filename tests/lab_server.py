@@ -9,7 +9,6 @@ server starts carries the folder's name in its environment: by that the last one
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,8 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from processes import processes
+
+from moelab.machine import end_with_parent
+
 LONGEST_START_S = 120
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MARK = "MOELAB_TEST_LAB"
 KERNEL = {
     "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
@@ -49,13 +51,7 @@ class Lab:
 
     def processes(self) -> list[int]:
         """Ids of the server and of all that it started, kernels and trainings too."""
-        mine = f"{MARK}={self.folder}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                if mine in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
+        return [process for process, _, variables in processes() if variables.get(MARK) == str(self.folder)]
 
 
 @contextmanager
@@ -81,7 +77,8 @@ def lab_server(folder: Path) -> Iterator[Lab]:
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_me,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
         )
     lab: Lab | None = None
     try:
@@ -95,12 +92,6 @@ def lab_server(folder: Path) -> Iterator[Lab]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         server.wait()
-
-
-def _die_with_me() -> None:
-    """Be terminated when the process that started this one ends, however it ends."""
-    os.setsid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _started(server: subprocess.Popen[bytes], folder: Path, root: Path) -> Lab:

@@ -44,6 +44,14 @@ def default_values(name: str) -> dict[str, Any]:
     return values
 
 
+def parameters_of(name: str, **changes: object) -> Any:
+    """A notebook's parameters as authored, but for the changes, in the schema that it checks them against itself."""
+    from moelab import notebooks  # conftest imports this module for every test
+
+    (schema,) = re.findall(r"= validated\((\w+), globals\(\)\)", "".join(sources(name)))
+    return notebooks.validated(getattr(notebooks, schema), default_values(name) | changes)
+
+
 @dataclass(frozen=True)
 class Ran:
     """A notebook that ran: the folder that it ran in, and what its code cells showed."""

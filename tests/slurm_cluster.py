@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from processes import processes
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 FIRST_PORT, LAST_PORT = 20_000, 32_000  # below the ports that Linux gives out by itself
 LOCK = Path(tempfile.gettempdir()) / f"moelab-slurm-{os.getuid()}.lock"
@@ -219,7 +221,7 @@ class SlurmCluster:
         """
         namespace = _uts_namespace(self._daemons[node].pid)
         assert namespace not in ("", _uts_namespace(os.getpid())), "nodes have no names of their own: not root"
-        there = [process for process in _process_ids() if _uts_namespace(process) == namespace]
+        there = [process for process, *_ in processes() if _uts_namespace(process) == namespace]
         _signal(there, signal.SIGSTOP)
         _signal(there, signal.SIGKILL)
         self._end(node, signal.SIGKILL)
@@ -234,8 +236,8 @@ class SlurmCluster:
 
     def processes(self) -> list[int]:
         """Every living process of this cluster: daemons, steps, tasks and commands."""
-        mine = f"SLURM_CONF={self.folder}/slurm.conf"
-        return [process for process in _process_ids() if mine in _environment(process) and process != os.getpid()]
+        mine = [one for one, _, variables in processes() if variables.get("SLURM_CONF") == self.env["SLURM_CONF"]]
+        return [process for process in mine if process != os.getpid()]
 
     def _named(self, host: str) -> tuple[str, ...]:
         """Words before a command that give it a host name, and all names of the cluster to resolve."""
@@ -326,17 +328,6 @@ def _is_free(port: int) -> bool:
 
 def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
-
-
-def _process_ids() -> list[int]:
-    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-
-
-def _environment(process: int) -> Sequence[str]:
-    try:
-        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ()
 
 
 def _uts_namespace(process: int) -> str:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from processes import processes
+
 LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:23"
 FAILURE = "  rank      : {rank} (local_rank: {rank})\n  exitcode  : {code} (pid: 12345)\n"
 RANK = "import time\nprint('rank', flush=True)\ntime.sleep(600)"
@@ -71,15 +73,8 @@ def install(behaviours: Mapping[str, str] | None = None) -> None:
 
 def processes_of(runs: Path) -> list[int]:
     """Every living process of the runs below a folder, torchrun and ranks."""
-    start, found = f"MOELAB_EXPERIMENT={runs.resolve()}/".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if any(variable.startswith(start) for variable in variables):
-            found.append(int(folder.name))
-    return found
+    start = f"{runs.resolve()}/"
+    return [one for one, _, variables in processes() if variables.get("MOELAB_EXPERIMENT", "").startswith(start)]
 
 
 # What a run does
@@ -142,12 +137,6 @@ def nan(folder: Path, _last: int) -> int:
 def nan_unseen(_folder: Path, last: int) -> int:
     steps(last - 1)
     say(step_line(last, float("nan")))
-    return 0
-
-
-def inf_unseen(_folder: Path, last: int) -> int:
-    steps(last - 1)
-    say(step_line(last, float("inf")))
     return 0
 
 

@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from processes import processes
 
 from moelab.runs.collect import Collected, collect_run
 from moelab.runs.directory import RunDir, find
@@ -26,7 +26,6 @@ class Trained:
     """What ``moelab run`` printed and left."""
 
     folder: Path
-    file: Path
     exit_code: int
     printed: dict[str, Any]
     progress: str
@@ -55,7 +54,7 @@ def moelab_run(file: Path, runs: Path, *options: str) -> Trained:
     command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     printed = json.loads(done.stdout) if done.stdout else {}
-    return Trained(runs, file, done.returncode, printed, done.stderr)
+    return Trained(runs, done.returncode, printed, done.stderr)
 
 
 def write_study(folder: Path, arms: list[dict[str, Any]], seeds: list[int], **shared: Any) -> Path:
@@ -87,15 +86,6 @@ def steps_logged(runs: Path) -> int:
     """Steps in the fullest log of these runs, counted in its text: to read it properly takes longer than a step."""
     logs = [run.log.read_text() for run in find(runs) if run.log.exists()]
     return max((len(re.findall(r"^\[rank0\].* INFO - step: ", log, re.M)) for log in logs), default=0)
-
-
-def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Id, command line and variables of every process that can be read, from /proc."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            line, variables = ((folder / name).read_text(errors="replace") for name in ("cmdline", "environ"))
-            named = dict(one.split("=", 1) for one in variables.split("\0") if "=" in one)
-            yield int(folder.name), line.replace("\0", " "), named
 
 
 def ranks_of(runs: Path) -> dict[int, int]:

@@ -483,7 +483,7 @@ def _submit(options: argparse.Namespace) -> int:
         _show(options, done.to_json(), "\n".join(done.scripts).rstrip("\n"), exact=True)
     else:
         as_job, after = options.adopt, options.after
-        done = adopt(study, runs, as_job) if as_job else submit(study, runs, cluster, submit=True, after=after)
+        done = adopt(study, runs, as_job) if as_job else submit(study, runs, cluster, after=after)
         _show(options, done.to_json(), done.as_text())
     return 0
 

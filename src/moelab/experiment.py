@@ -58,6 +58,17 @@ class Routing(StrEnum):
     RANDOM_BALANCED = "random_balanced"
 
 
+def _printable(value: Any) -> Any:
+    # Colours, line ends and signs that turn the reading direction would change what a terminal or a page shows.
+    if isinstance(value, str) and not (value.isprintable() and len(value) <= MAX_TEXT_CHARACTERS):
+        hidden = dict.fromkeys(f"U+{ord(sign):04X}" for sign in value if not sign.isprintable())
+        raise ValueError(
+            f"printable text of at most {MAX_TEXT_CHARACTERS} characters; this has {len(value)}"
+            + (f", {', '.join(list(hidden)[:5])} among them" if hidden else "")
+        )
+    return value
+
+
 class ShapeChanges(BaseModel):
     """Dimensions of your own model, where they differ from those of ``model``; names as in :class:`ModelShape`.
 
@@ -96,24 +107,29 @@ class ShapeChanges(BaseModel):
 
 
 class OwnHardware(BaseModel):
-    """A cluster of one's own, as a file that ``hardware`` names has it; figures as in ``data/hardware.yaml``."""
+    """A cluster of one's own, as a file that ``hardware`` names has it; figures as in ``data/hardware.yaml``.
+
+    The bounds are far above any hardware, and below the same figure in MiB, in GB/s or as ``sm_90``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Name
     gpu: str = Field(description="of the catalogue, whose figures hold where none stands here; or another")
-    capability: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(None, description="such as 9.0")
+    capability: Annotated[float, Field(ge=0, lt=30)] | None = Field(None, description="such as 9.0")
     nodes: Degree = 1
     gpus: Degree = Field(8, description="of a node")
     nvlink_gpus: Degree | None = Field(None, description="that NVLink joins, where it goes beyond a node")
     nic_gb_s: Rate | None = Field(None, description="network of one GPU each way, GB/s")
-    memory_gib: Rate | None = Field(None, description="that CUDA shows")
+    memory_gib: Annotated[Rate, Field(lt=10_000)] | None = Field(None, description="that CUDA shows")
     bf16_tflops: Rate | None = Field(None, description="dense peak, as the next two")
     fp8_tflops: Rate | None = None
     mxfp8_tflops: Rate | None = None
-    hbm_tb_s: Rate | None = None
+    hbm_tb_s: Annotated[Rate, Field(lt=100)] | None = None
     nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
     source: str = Field("as given in the hardware file", description="of the figures")
+
+    _printable = field_validator("*")(_printable)
 
     @field_validator("nvlink_gpus")
     @classmethod
@@ -128,7 +144,7 @@ class OwnHardware(BaseModel):
 
 Hardware = Annotated[
     Annotated[Name, Tag("[name]")] | Annotated[OwnHardware, Tag("[file]")],
-    Discriminator(lambda value: "[name]" if isinstance(value, str) else "[file]"),
+    Discriminator(lambda value: "[file]" if isinstance(value, dict | OwnHardware) else "[name]"),
 ]
 """Name of a profile, or the content of a file; the tags keep an error of the one from being told as both's."""
 
@@ -206,17 +222,7 @@ class Experiment(BaseModel):
         (), description="further fields in the arm's name; a study sets them where two arms would have one name"
     )
 
-    @field_validator("*")
-    @classmethod
-    def _printable(cls, value: Any) -> Any:
-        # Colours, line ends and signs that turn the reading direction would change what a terminal or a page shows.
-        if isinstance(value, str) and not (value.isprintable() and len(value) <= MAX_TEXT_CHARACTERS):
-            hidden = dict.fromkeys(f"U+{ord(sign):04X}" for sign in value if not sign.isprintable())
-            raise ValueError(
-                f"printable text of at most {MAX_TEXT_CHARACTERS} characters; this has {len(value)}"
-                + (f", {', '.join(list(hidden)[:5])} among them" if hidden else "")
-            )
-        return value
+    _printable = field_validator("*")(_printable)
 
     @field_validator("shape")
     @classmethod

@@ -21,10 +21,10 @@ import itertools
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -282,8 +282,7 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
         BadInput: one line for each field at fault: the value, what is valid, and for an unknown field the nearest one.
     """
     given = {str(key): value for key, value in fields.items()}
-    numbers = {name for name, field in model.model_fields.items() if field.annotation in (int, float)}
-    truths = {name: value for name, value in given.items() if name in numbers and isinstance(value, bool)}
+    truths = dict(_truths(model, given))
     faults = [
         f"{name}: got {value}; valid: a number, and this is a truth value (as yes, no, on and off are in YAML)"
         for name, value in truths.items()
@@ -291,7 +290,7 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     try:
         made = model(**given)
     except ValidationError as error:
-        faults += [_explain(model, fault) for fault in error.errors() if not truths.keys() & set(fault["loc"])]
+        faults += [_explain(model, fault) for fault in error.errors() if _name_of(fault) not in truths]
     if faults:
         # A file of something else may have thousands of keys, and each would list all known fields.
         more = [f"and {len(faults) - MAX_FAULTS:,} more"] if len(faults) > MAX_FAULTS else []
@@ -300,12 +299,29 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
 
 
 _INNER: Mapping[str, type[BaseModel]] = {"shape": ShapeChanges, "hardware": OwnHardware}
-_KINDS = {"integer": "a whole number", "tuple": "a list", "dictionary": "a mapping of fields"}
+_KINDS = {"integer": "a whole number", "tuple": "a list", "dictionary": "a mapping of fields", "string": "a name"}
+
+
+def _truths(model: type[BaseModel], fields: Mapping[Any, Any], within: str = "") -> Iterator[tuple[str, bool]]:
+    """Truth values where a number belongs, by the names of their fields: pydantic would take them as 0 and 1."""
+    for name, field in model.model_fields.items():
+        value = fields.get(name)
+        if isinstance(value, bool) and _takes_number(field.annotation):
+            yield within + name, value
+        elif isinstance(value, dict) and name in _INNER:
+            yield from _truths(_INNER[name], value, f"{name}.")
+
+
+def _takes_number(annotation: Any) -> bool:
+    return annotation in (int, float) or any(map(_takes_number, get_args(annotation)))
+
+
+def _name_of(fault: Any) -> str:
+    return ".".join(str(part) for part in fault["loc"] if not str(part).startswith("["))  # not the tags of a union
 
 
 def _explain(model: type[BaseModel], fault: Any) -> str:
-    loc = [part for part in fault["loc"] if not str(part).startswith("[")]  # not the tags of a union
-    name = ".".join(map(str, loc))[:80]
+    loc, name = fault["loc"], _name_of(fault)[:80]
     if fault["type"] == "missing":
         return f"{name}: missing; every field needs a value"
     if fault["type"] == "extra_forbidden":

@@ -23,7 +23,7 @@ def held(asked: SlurmCluster, tmp_path: Path, gate: Path, request: pytest.Fixtur
     """A run that has logged two steps and waits for its gate; on one node, unless the test says two."""
     (gate / "hold").touch()
     nodes = getattr(request, "param", 1)
-    (run,) = submit(study_of(nodes=nodes), tmp_path / "runs", profile(asked, gate), submit=True).submitted
+    (run,) = submit(study_of(nodes=nodes), tmp_path / "runs", profile(asked, gate)).submitted
     asked.wait_for(lambda: logged(run) == [1, 2], what="two steps")
     assert refresh([run])[0].state is State.RUNNING
     return run
@@ -59,7 +59,7 @@ def test_a_running_job_cancelled_outside(asked: SlurmCluster, held: RunDir) -> N
 
 @pytest.mark.parametrize("held", [2], indirect=True)
 def test_a_waiting_job_cancelled_outside(asked: SlurmCluster, held: RunDir, tmp_path: Path, gate: Path) -> None:
-    (waiting,) = submit(study_of(nodes=2), tmp_path / "other", profile(asked, gate), submit=True).submitted
+    (waiting,) = submit(study_of(nodes=2), tmp_path / "other", profile(asked, gate)).submitted
     asked.wait_for(lambda: str(refresh([waiting])[0].reason).startswith("Slurm: PENDING ("))
     asked.run("scancel", str(waiting.status.job_id))
     assert states(held, waiting) == [State.RUNNING, State.CANCELLED]
@@ -88,7 +88,7 @@ def test_a_drained_node_takes_no_job_and_loses_none(
 ) -> None:
     asked.drain_node("n1", reason="straggler")
     try:
-        (waiting,) = submit(study_of(nodes=2), tmp_path / "other", profile(asked, gate), submit=True).submitted
+        (waiting,) = submit(study_of(nodes=2), tmp_path / "other", profile(asked, gate)).submitted
         (gate / "hold").unlink()
         asked.wait_for(lambda: states(held) == [State.COMPLETED])
         assert logged(held) == [1, 2, 3, 4]
@@ -119,7 +119,7 @@ def test_without_accounting_what_nobody_saw_is_unknown(asked: SlurmCluster, tmp_
     assert "disabled" in asked.run("sh", "-c", "sacct 2>&1", check=False)
     (gate / "hold").touch()
     study, cluster, runs = study_of(seeds=(0, 1)), profile(asked, gate), tmp_path / "runs"
-    seen, unseen = submit(study, runs, cluster, submit=True).submitted
+    seen, unseen = submit(study, runs, cluster).submitted
     asked.wait_for(lambda: logged(seen) == logged(unseen) == [1, 2], what="two steps of both")
     assert states(seen) == [State.RUNNING]
     asked.run("scancel", str(seen.status.job_id), str(unseen.status.job_id))
@@ -132,7 +132,7 @@ def test_without_accounting_what_nobody_saw_is_unknown(asked: SlurmCluster, tmp_
     with pytest.raises(Refused, match="Slurm no longer knows the job of"):
         requeue([seen, unseen])
     (gate / "hold").unlink()
-    again = submit(study, runs, cluster, submit=True).submitted
+    again = submit(study, runs, cluster).submitted
     assert not set(again) & {seen, unseen}
 
 

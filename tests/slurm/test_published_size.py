@@ -75,12 +75,12 @@ def submitted(big_cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactor
         patch.setenv("SLURM_RESTART_COUNT", "7")  # as inside of a job
         study = read_study(STUDY)
         cluster = published(big_cluster, recorder(folder, study.experiments[0].steps))
-        first = submit(study, folder / "runs", cluster, submit=True)
+        first = submit(study, folder / "runs", cluster)
         meanwhile: list[str] = []
         bring_forward(study, folder / "runs", cluster, submit=True, say=meanwhile.append)
         big_cluster.wait_for(lambda: not big_cluster.active(), seconds=180, what="the study to end")
         statuses = refresh(first.submitted)
-        again = submit(study, folder / "runs", cluster, submit=True)
+        again = submit(study, folder / "runs", cluster)
         afterwards: list[str] = []
         bring_forward(study, folder / "runs", cluster, submit=True, say=afterwards.append)
         yield Submitted(study, folder / "runs", first, statuses, again, meanwhile, afterwards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def killed(script, *, timeout_s):
     os.kill(os.getpid(), signal.SIGKILL)
 
 slurm.sbatch = killed
-module.submit(read_study(Path(sys.argv[1])), Path(sys.argv[2]), read_cluster(sys.argv[3]), submit=True)
+module.submit(read_study(Path(sys.argv[1])), Path(sys.argv[2]), read_cluster(sys.argv[3]))
 """
 
 
@@ -53,40 +54,18 @@ def killed_client(tmp_path: Path, files: tuple[Path, Path], when: str) -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
-def test_what_is_prepared_is_submitted_once_and_not_again(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
-    (gate / "hold").touch()
-    study, cluster, runs = study_of({"precision": "bf16"}, seeds=(0, 1)), profile(asked, gate), tmp_path / "runs"
-    prepared = submit(study, runs, cluster, submit=False).prepared
-    assert [status.state for status in refresh(prepared)] == [State.PREPARED] * 2
-    assert asked.active() == []
-    first = submit(study, runs, cluster, submit=True)
-    assert first.submitted == prepared
-    before = jobs_of(asked)
-    asked.wait_for(lambda: refresh(first.submitted[:1])[0].state is State.RUNNING)
-    with pytest.raises(Refused) as refused:
-        submit(study, runs, cluster, submit=True)
-    for run in first.submitted:
-        assert f"{run.name} is {run.status.state} as job {run.status.job_id}" in str(refused.value)
-    assert jobs_of(asked) == before
-    (gate / "hold").unlink()
-    asked.wait_for(lambda: not asked.active())
-    assert [status.state for status in refresh(first.submitted)] == [State.COMPLETED] * 2
-    assert submit(study, runs, cluster, submit=True).completed == first.submitted
-    assert len(list(find(runs))) == 2
-
-
 def test_what_failed_is_submitted_anew_and_the_rest_is_left_alone(
     asked: SlurmCluster, tmp_path: Path, gate: Path
 ) -> None:
     study, cluster, runs = study_of({"precision": "bf16"}, seeds=(0, 1)), profile(asked, gate), tmp_path / "runs"
     (gate / "fail").touch()
-    failed = submit(study, runs, cluster, submit=True).submitted
+    failed = submit(study, runs, cluster).submitted
     asked.wait_for(lambda: not asked.active())
     states = refresh(failed)
     assert [status.state for status in states] == [State.FAILED] * 2
     assert "exit code 3" in str(states[0].reason)
     (gate / "fail").unlink()
-    again = submit(study, runs, cluster, submit=True)
+    again = submit(study, runs, cluster)
     assert not set(again.submitted) & set(failed)
     asked.wait_for(lambda: not asked.active())
     assert [status.state for status in refresh(again.submitted)] == [State.COMPLETED] * 2
@@ -99,7 +78,7 @@ def test_a_client_killed_around_sbatch(asked: SlurmCluster, tmp_path: Path, gate
     known = jobs_of(asked)
     killed_client(tmp_path, written(tmp_path, study, cluster), when)
     (left,) = find(runs)
-    done = submit(study, runs, cluster, submit=True)
+    done = submit(study, runs, cluster)
     assert (done.submitted, done.adopted) == (((left,), ()) if when == "before" else ((), (left,)))
     (job,) = set(jobs_of(asked)) - set(known)
     assert left.status.job_id == job
@@ -116,7 +95,7 @@ def test_a_job_is_adopted_although_it_ended_before_anyone_looked(
     asked.wait_for(lambda: not asked.active())
     (left,) = find(tmp_path / "runs")
     assert left.status.state is State.COMPLETED
-    assert submit(study, tmp_path / "runs", cluster, submit=True).completed == (left,)
+    assert submit(study, tmp_path / "runs", cluster).completed == (left,)
 
 
 def test_an_answer_of_sbatch_that_is_lost(
@@ -128,7 +107,7 @@ def test_an_answer_of_sbatch_that_is_lost(
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
     known = jobs_of(asked)
-    done = submit(study_of(), tmp_path / "runs", profile(asked, gate), submit=True, timeout_s=2)
+    done = submit(study_of(), tmp_path / "runs", profile(asked, gate), timeout_s=2)
     (job,) = set(jobs_of(asked)) - set(known)
     assert [run.status.job_id for run in done.submitted] == [job]
 
@@ -136,11 +115,11 @@ def test_an_answer_of_sbatch_that_is_lost(
 def test_slurm_s_own_words_when_it_refuses(asked: SlurmCluster, tmp_path: Path, gate: Path) -> None:
     study, runs = study_of(), tmp_path / "runs"
     with pytest.raises(Refused, match="invalid partition specified: nowhere"):
-        submit(study, runs, profile(asked, gate, partition="nowhere"), submit=True)
+        submit(study, runs, profile(asked, gate, partition="nowhere"))
     (left,) = find(runs)
     assert left.status.state is State.PREPARED
     assert "invalid partition specified: nowhere" in str(left.status.reason)
-    assert submit(study, runs, profile(asked, gate), submit=True).submitted == (left,)
+    assert submit(study, runs, profile(asked, gate)).submitted == (left,)
 
 
 def test_a_queue_that_is_full(tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +128,9 @@ def test_a_queue_that_is_full(tmp_path: Path, gate: Path, monkeypatch: pytest.Mo
     with slurm_cluster(nodes=1, cpus=4, settings={"MaxJobCount": "5", "MinJobAge": "2"}) as full:
         speak_to(full, monkeypatch)
         cluster = profile(full, gate)
-        others = submit(study_of({"precision": "mxfp8"}, seeds=(0, 1)), tmp_path / "others", cluster, submit=True)
+        others = submit(study_of({"precision": "mxfp8"}, seeds=(0, 1)), tmp_path / "others", cluster)
         with pytest.raises(Refused, match="unable to accept job"):
-            submit(study, runs, cluster, submit=True, timeout_s=3)
+            submit(study, runs, cluster, timeout_s=3)
         assert [run.status.state for run in find(runs)] == [State.PREPARED] * 4
         ours = [
             one for one in full.active() if one.split("_")[0] != str(others.submitted[0].status.job_id).split("_")[0]
@@ -160,7 +139,7 @@ def test_a_queue_that_is_full(tmp_path: Path, gate: Path, monkeypatch: pytest.Mo
         full.cancel_all()
         full.wait_for(lambda: not jobs_of(full), what="room in the queue")
         (gate / "hold").unlink()
-        done = submit(study, runs, cluster, submit=True)
+        done = submit(study, runs, cluster)
         assert len(done.submitted) == len(list(find(runs))) == 4
 
 
@@ -168,11 +147,11 @@ def test_a_job_waits_for_another_and_is_cancelled_with_it(asked: SlurmCluster, t
     (gate / "hold").touch()
     cluster, runs = profile(asked, gate), tmp_path / "runs"
     with pytest.raises(Refused, match="--after 777: Slurm knows no such job"):
-        submit(study_of(), runs, cluster, submit=True, after="777")
+        submit(study_of(), runs, cluster, after="777")
     assert list(find(runs)) == []
-    (first,) = submit(study_of(), runs, cluster, submit=True).submitted
+    (first,) = submit(study_of(), runs, cluster).submitted
     second = study_of({"precision": "bf16", "routing": "round_robin"})
-    (waiting,) = submit(second, runs, cluster, submit=True, after=first.status.job_id).submitted
+    (waiting,) = submit(second, runs, cluster, after=first.status.job_id).submitted
     asked.wait_for(lambda: first.status.state is State.RUNNING)
     # Slurm says why a job waits a little after it has accepted it.
     asked.wait_for(lambda: refresh([waiting])[0].reason == "Slurm: PENDING (Dependency)")
@@ -200,8 +179,14 @@ def test_the_command_line(asked: SlurmCluster, tmp_path: Path, gate: Path, capsy
     assert [row["did"] for row in printed["runs"]] == ["submitted"] * 2
     assert "#SBATCH --time=7\n" in printed["scripts"][0]
 
+    before = jobs_of(asked)
+    asked.wait_for(lambda: refresh(find(runs)[:1])[0].state is State.RUNNING)
     assert main(["submit", *common]) == 3
-    assert "moelab cancel" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "moelab cancel" in told
+    for row in printed["runs"]:
+        assert re.search(rf"{row['run']} is (running|submitted) as job {row['job_id']}$", told, re.M)
+    assert jobs_of(asked) == before
     asked.wait_for(lambda: all(run.status.state is State.RUNNING for run in find(runs)))
 
     assert main(["status", str(runs), "--json"]) == 0

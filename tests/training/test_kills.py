@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from training_support import SHARED, Trained, processes, ranks_of, wait_for, write_study
+from processes import processes
+from training_support import SHARED, Trained, ranks_of, wait_for, write_study
 
 from moelab.experiment_file import read_study
 from moelab.runs import directory

@@ -12,14 +12,9 @@ from moelab.errors import BadInput
 from moelab.experiment_file import parse
 from moelab.hardware import cluster_of
 from moelab.health.deepep import PREFIXES
-from moelab.launch.cluster import ClusterProfile, bundled, read_cluster
+from moelab.launch.cluster import ClusterProfile, read_cluster
 
 BASE: dict[str, Any] = {"name": "test", "description": "a test"}
-
-
-@pytest.mark.parametrize("name", bundled())
-def test_a_bundled_profile_is_read_by_its_name(name: str) -> None:
-    assert read_cluster(name).name == name
 
 
 def test_the_published_cluster_has_the_published_settings_each_with_its_source() -> None:

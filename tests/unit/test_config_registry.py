@@ -284,6 +284,7 @@ def test_a_step_that_was_loaded_or_saved_is_not_saved_again_when_a_job_stops(mon
     settings = {"enable": True, "load_only": False, "interval": 100, "enable_first_step_checkpoint": False}
     vars(manager).update(settings, save_future=object(), states={"train_state": SimpleNamespace(step=7)})
     manager.load()
+    assert [manager._should_save(step) for step in (99, 100)] == [False, True]  # of the interval
     for step in (7, 8, 8):
         manager.save_now(step)
     manager.enable = False  # there is nothing to close

@@ -96,14 +96,7 @@ def nccl_header(version: str) -> str:
 
 
 def faults(machine: Machine, expected: Mapping[str, Any] | None = None) -> dict[str, Finding]:
-    """Warnings and errors, each with cause, consequence and remedy."""
-    found = {one.name: one for one in examine_environment(machine, **(expected or {})) if not one.ok}
-    for one in found.values():
-        assert one.cause
-        assert one.consequence
-        assert one.remedy
-        assert [line.split(":")[0].strip() for line in one.as_lines()[1:]] == ["because", "so", "do"]
-    return found
+    return {one.name: one for one in examine_environment(machine, **(expected or {})) if not one.ok}
 
 
 def seen(machine: Machine, name: str, expected: Mapping[str, Any] | None = None) -> Finding:
@@ -248,7 +241,9 @@ def test_a_known_fault_is_explained_and_is_looked_for(key: str) -> None:
     words = {word: 1.0 for text in entry.values() for _, word, _, _ in Formatter().parse(text) if word}
     found = fault(key, "seen", **words)
     assert found.severity in get_args(Severity)
-    assert "{" not in "".join(found.as_lines())
+    lines = found.as_lines()
+    assert found.ok or [line.split(":")[0].strip() for line in lines[1:]] == ["because", "so", "do"]
+    assert "{" not in "".join(lines)
     sources = [file.read_text() for file in Path(health.__file__).parents[1].glob("*/*.py")]
     assert "sign" in entry or any(f'"{key}"' in source for source in sources)
 

@@ -123,21 +123,20 @@ def test_arms_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
 
 
-def test_arms_of_hopper_and_blackwell(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_gpus(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native MXFP8 is not promised beyond SM100, and one GPU is enough."""
     monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
-    expected = {"bf16_standard", "fp8_standard", "mxfp8_standard", "nvfp4_standard", "bf16_minimal_async_ep"}
-    for row, words in ((H100, "emulated"), (B200, "native kernels")):
-        smi(row, row)
+    common, fast = {"bf16_standard", "mxfp8_standard", "nvfp4_standard"}, {"fp8_standard", "bf16_minimal_async_ep"}
+    for row, count, words, more in (
+        (H100, 2, "runs emulated", fast),
+        (B200, 2, "runs with native kernels", fast),
+        ("NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", 1, "runs emulated", set()),
+        (GB10, 1, "runs emulated", set()),
+    ):
+        smi(*[row] * count)
         found = arms()
-        assert {name for name, arm in found.items() if not arm.reason} == expected
-        assert words in found["mxfp8_standard"].kernels
-
-
-def test_native_mxfp8_is_not_promised_beyond_sm100_and_one_gpu_is_enough(smi: Smi) -> None:
-    for row in ("NVIDIA GeForce RTX 5090, 12.0, 580.1, 32607", GB10):
-        smi(row)
-        assert arms()["mxfp8_standard"].kernels.startswith("runs emulated")
-        assert arms()["bf16_standard"].reason == ""
+        assert {name for name, arm in found.items() if not arm.reason} == common | more, row
+        assert found["mxfp8_standard"].kernels.startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ CHOICES = ("model", "mxfp8_kernels", "quantize", "wgrad", "dispatch_precision", 
 names = st.text(string.ascii_letters + string.digits, min_size=1, max_size=1).flatmap(
     lambda first: st.text(string.ascii_letters + string.digits + "._-", max_size=79).map(lambda rest: first + rest)
 )
+texts = st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=1_000)
 experiments = st.builds(
     Experiment,
     name=names,
@@ -45,7 +46,7 @@ experiments = st.builds(
     | st.builds(
         OwnHardware,
         name=names,
-        gpu=st.text(st.characters(codec="utf-8")),
+        gpu=texts,
         nvlink_gpus=st.none() | st.integers(8, 10**6),
         nic_gb_s=st.none() | st.floats(min_value=0, exclude_min=True, allow_infinity=False),
     ),
@@ -53,7 +54,7 @@ experiments = st.builds(
     ep_backend=st.sampled_from(EPBackend),
     routing=st.sampled_from(Routing),
     dataset=st.sampled_from(["python", "c4"]),
-    pp_schedule=st.text(st.characters(codec="utf-8").filter(str.isprintable), max_size=1_000),
+    pp_schedule=texts,
     dp_shard=st.just(-1) | st.integers(1, 10**6),
     seq_len=st.integers(8, 10**7),
     warmup_steps=st.integers(0, 10**6),
@@ -204,6 +205,12 @@ def test_set_replaces_a_field(file: Path) -> None:
         ("lr=2024-99-99", "the value is not valid YAML"),
         ("steps=", "steps: got None; valid: a whole number"),
         ("steps=yes", "steps: got True; valid: a number"),
+        ("shape={num_shared_experts: yes}", "shape.num_shared_experts: got True; valid: a number, and this is a truth"),
+        ("hardware={name: a, gpu: H100, memory_gib: on}", "hardware.memory_gib: got True; valid: a number, and this"),
+        ("hardware={name: a, gpu: H100, memory_gib: 81559}", "memory_gib: got 81559; valid: less than 10000"),
+        ("hardware={name: a, gpu: a, capability: 90}", "capability: got 90; valid: less than 30"),
+        ('hardware={name: a, gpu: "\\e[31m"}', "hardware.gpu: got '\\x1b[31m'; valid: printable text"),
+        ("hardware=8", "hardware: got 8; valid: a name"),
         ("stepz=3", "unknown field 'stepz'; did you mean 'steps'?"),
     ],
 )

@@ -398,8 +398,8 @@ def test_the_rank_that_waits_least_is_late_and_a_bad_file_hides_no_rank(tmp_path
     (exchange,) = found.communication
     assert (exchange.waiting_ms, exchange.from_ranks) == (pytest.approx(0.08), True)
     assert explain([tmp_path], rank=1).rank == 1
-    with pytest.raises(BadInput, match="ranks 0, 1"):
-        explain([tmp_path], rank=7)
+    with pytest.raises(BadInput, match=r"ranks 0, 1.*rank2_trace.json is not a Kineto trace"):
+        explain([tmp_path], rank=2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match=r"no trace .* below"):
         explain([tmp_path / "empty"])
@@ -426,6 +426,10 @@ def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
     assert explain([path], step=5).span_ms == pytest.approx(0.05)
     with pytest.raises(BadInput, match="4, 5, 6"):
         explain([path], step=9)
+    write(tmp_path / "rank1_trace.json", [kernel(GEMM, 0, 10)])  # of another rank no step is marked
+    both = explain([path, tmp_path / "rank1_trace.json"], step=5)
+    assert both.span_ms == pytest.approx(0.05)
+    assert "step is 5; the profiler's steps in rank1_trace.json are not marked" in both.notes
 
 
 # --- files of all kinds, and the command -----------------------------------------------------------------------------
@@ -502,6 +506,8 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
         ("none.json", b'{"traceEvents": []}', "no events"),
         ("other.json", b'{"nodes": [1, 2]}', "no events"),
         ("stacks.json", b'[{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]', "no events of"),
+        ("marks.json", b'[{"ph": "X", "cat": "user_annotation", "name": "f", "ts": 1, "dur": 9}]', "that takes time"),
+        ("instants.json", b'[{"ph": "X", "cat": "kernel", "name": "f", "ts": 1, "dur": 0}]', "that takes time"),
     ],
 )
 def test_what_is_no_trace_is_named(

@@ -80,6 +80,7 @@ V3 = MODELS["DeepSeek-V3"]["config"]
     ("changes", "said"),
     [
         ({"num_experts": None}, "no experts"),
+        ({"num_experts": 0}, "no experts"),  # Granite 4's dense models
         ({"num_experts": [64, 64]}, r"num_experts is \[64, 64\]; valid: one whole number"),
         ({"hidden_size": None}, "it lacks hidden_size or dim"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: dense layers"),
@@ -98,6 +99,11 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
         ({"shared_expert_intermediate_size": [768]}, r"shared_expert_intermediate_size is \[768\]; valid: one whole"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; valid: a list"),
+        ({"moe_layer_frequency": 2}, "moe_layer_frequency is 2: dense layers"),  # Arctic
+        ({"use_residual": True}, "use_residual True: not known"),  # Arctic: a dense FFN beside the experts
+        ({"moe_layer_end_index": 40}, "valid: dense layers first"),  # ERNIE 4.5
+        ({"moe_layer_freq": [0, 1, 1]}, "a list says of 3 of 48 layers"),
+        ({"layer_types": [None] * 48}, r"kind of attention \(None\)"),
     ],
 )
 def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -116,6 +122,7 @@ def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dic
         ({"layer_types": ["sliding_attention", "full_attention"] * 24}, "windows of attention (sliding_attention)"),
         ({"quantization_config": {"bits": 4}}, "the checkpoint's number format (quantization_config)"),
         ({"use_something_new": True}, "not read: use_something_new"),
+        ({"compression_ratio": 1.0, "moe_layer_end_index": 47}, "the rotary embedding (compression_ratio"),  # ERNIE 4.5
     ],
 )
 def test_what_is_left_out_is_said(tmp_path: Path, config: dict[str, Any], left: str) -> None:
@@ -146,6 +153,10 @@ def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> 
     }  # two levels, as Qwen3-Omni
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
     assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
+    mixtral = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8}
+    mixtral |= {"norm_eps": 1e-5, "vocab_size": 32000, "moe": {"num_experts_per_tok": 2, "num_experts": 8}}
+    (tmp_path / "params.json").write_text("\ufeff" + json.dumps(mixtral))  # some editors begin a file with this sign
+    assert read_model(str(tmp_path / "params.json")).shape == read_model("Mixtral-8x7B").shape
 
 
 def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:

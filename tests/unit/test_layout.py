@@ -296,6 +296,7 @@ MXFP8 = {"precision": "mxfp8"}
         ({"ep": 32, "routing": "round_robin", "model": "16B"}, "a token's 6 copies to 3 of 32 ranks"),
         ({"warmup_steps": 2000, "steps": 1500}, "shortens warmup_steps 2000 to the 1500 steps"),
         ({"hardware": "b200_node"}, "b200_node has 8 GPUs, and this takes 256"),
+        ({"hardware": "gb200_nvl72_x4"}, "a node of gb200_nvl72_x4 has 4 GPUs, and gpus_per_node is 8"),
         ({}, "the 64 sequences of local_batch go forward at once"),
     ],
 )

@@ -142,20 +142,6 @@ def two_runs(folder: Path) -> tuple[Path, Path]:
     return runs
 
 
-def test_script_starts_the_run_of_its_array_task_on_every_node(tmp_path: Path) -> None:
-    runs = two_runs(tmp_path)
-    job = spec(profile(gpus_per_node=8, cpus_per_task=96, python="/opt/python"), runs=runs, nodes=4)
-    ran = run_script(render(job), tmp_path)
-    assert ran.code == 0, ran.errors
-    (call,) = ran.calls["srun"]
-    options, command = call[: call.index("/opt/python")], call[call.index("/opt/python") :]
-    asked = {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1", "--cpus-per-task=96", "--gres=gpu:8"}
-    assert asked | {"--kill-on-bad-exit=1"} <= set(options)
-    assert command[1:5] == ["-m", "moelab.launch.in_job", str(runs[1]), "n0"]
-    assert (runs[1] / "logs" / "train.log").exists()
-    assert "scontrol" not in ran.calls
-
-
 @pytest.mark.parametrize(
     ("code", "requeued"), [(REQUEUE_CODE, [["requeue", "7_1"]]), (1, None), (137, None), (143, None)]
 )

@@ -6,7 +6,6 @@ import errno
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from run_support import make_run
 
 from moelab.cli import main
-from moelab.errors import BadInput, Refused
+from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study, read_study
 from moelab.launch import slurm
@@ -50,11 +49,6 @@ def of_671b(*overrides: str) -> Any:
 
 def small(**shared: Any) -> Any:
     return make_study("s", {"hardware": "cpu", "steps": 4, **shared}, [{"precision": "bf16"}], [0, 1])
-
-
-@pytest.fixture
-def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 @pytest.fixture
@@ -106,87 +100,74 @@ def job(state: str, **fields: Any) -> SlurmJob:
     return SlurmJob(**{"job_id": "7_0", "raw_id": "7", "state": state, "comment": "moelab:s:1", **fields})
 
 
-@pytest.mark.usefixtures("no_slurm")
 @pytest.mark.parametrize(
-    ("study", "submitting", "words"),
+    ("study", "words"),
     [
-        (of_671b(), True, "C4 would be streamed by 32 nodes"),
-        (of_671b("pp=16", "ep=32"), True, "plan of bf16_standard_round-robin: "),
-        (of_671b("pp=16", "ep=32"), False, "plan of bf16_standard_round-robin: "),
-        (of_671b("activation_checkpoint=none"), False, r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"),
-        (small(gpus_per_node=16), False, "plan of bf16_standard: gpus_per_node is 16"),
+        (of_671b(), "C4 would be streamed by 32 nodes"),
+        (of_671b("pp=16", "ep=32"), "plan of bf16_standard_round-robin: "),
+        (of_671b("activation_checkpoint=none"), r"plan of .*: \d+\.\d of 17\d\.\d GiB on the fullest GPU"),
+        (small(gpus_per_node=16), "plan of bf16_standard: gpus_per_node is 16"),
     ],
 )
 def test_what_cannot_run_there_is_refused_before_anything_is_written(
-    tmp_path: Path, cluster: ClusterProfile, study: Any, submitting: bool, words: str
+    tmp_path: Path, site: Site, cluster: ClusterProfile, study: Any, words: str
 ) -> None:
     with pytest.raises(Refused, match=words) as refused:
-        submit(study, tmp_path / "runs", cluster, submit=submitting)
+        submit(study, tmp_path / "runs", cluster)
     assert len(set(str(refused.value).splitlines())) == len(str(refused.value).splitlines())
     assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "asked").exists()
 
 
-@pytest.mark.usefixtures("no_slurm")
-def test_a_dry_run_needs_no_slurm_and_touches_nothing(tmp_path: Path, cluster: ClusterProfile) -> None:
-    study = of_671b()
-    (script,) = dry_run(study, tmp_path / "runs", cluster).scripts
-    assert "#SBATCH --array=0-3\n" in script
-    assert all(f"{tmp_path}/runs/published_671b/{arm}/seed0/" in script for arm in study.arms)
-    assert list(tmp_path.iterdir()) == []
+def test_what_slurm_did_not_take_stays_prepared_with_its_script_and_ticket(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: closed' >&2\nexit 1\n")
+    with pytest.raises(Refused, match=r"^sbatch: closed\n.* its runs stay prepared$"):
+        submit(small(), tmp_path / "runs", cluster)
+    left = find(tmp_path / "runs")
+    assert [(status.state, status.reason) for status in refresh(left)] == [
+        (State.PREPARED, "not submitted: sbatch: closed")
+    ] * 2
+    assert [ticket_of(run).task for run in left] == [0, 1]
+    site(sbatch="7\n")
+    done = submit(small(), tmp_path / "runs", cluster)
+    assert done.submitted == tuple(left)
+    assert {(run.path / SCRIPT_FILE).read_text() for run in left} == set(done.scripts)
 
 
-@pytest.mark.usefixtures("no_slurm")
-def test_without_slurm_runs_are_prepared_and_submitting_is_refused(tmp_path: Path, cluster: ClusterProfile) -> None:
-    done = submit(small(), tmp_path, cluster, submit=False)
-    (script,) = done.scripts
-    assert [run.status.state for run in done.prepared] == [State.PREPARED] * 2
-    assert {(run.path / SCRIPT_FILE).read_text() for run in done.prepared} == {script}
-    assert [ticket_of(run).task for run in done.prepared] == [0, 1]
-    tickets = [ticket_of(run) for run in done.prepared]  # a job of the last call may be in the queue
-    assert submit(small(), tmp_path, cluster, submit=False).prepared == done.prepared
-    assert [ticket_of(run) for run in done.prepared] == tickets
-    with pytest.raises(Refused, match="squeue is not on PATH"):
-        submit(small(), tmp_path, cluster, submit=True)
-    assert [status.state for status in refresh(done.prepared)] == [State.PREPARED] * 2
-
-
-def test_each_size_is_a_script_of_its_own(tmp_path: Path, cluster: ClusterProfile) -> None:
+def test_each_size_is_a_script_of_its_own(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:
+    site(sbatch="7\n")
     study = make_study("s", {"hardware": "cpu", "steps": 4}, [{}, {"routing": "round_robin", "nodes": 2}], [0, 1])
-    done = submit(study, tmp_path, cluster, submit=False)
+    done = submit(study, tmp_path / "runs", cluster)
     assert [script.count("--nodes=1 ") + 2 * script.count("--nodes=2 ") for script in done.scripts] == [1, 2]
-    for run in done.prepared:
+    for run in done.submitted:
         assert (run.path / SCRIPT_FILE).read_text() == done.scripts[run.experiment.nodes - 1]
 
 
-def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(tmp_path: Path, cluster: ClusterProfile) -> None:
+def test_a_run_of_which_nobody_knows_the_end_is_not_submitted_beside(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
     lost = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
     (lost.path / "status.json").write_text("{")
-    for ask in (dry_run, partial(submit, submit=False)):
+    for ask in (dry_run, submit):
         with pytest.raises(Refused, match=f"{lost.name}: it is unknown how it ended .* it has 2 of 4 steps"):
             ask(small(), tmp_path, cluster)
     assert find(tmp_path) == [lost]
 
 
-def test_a_run_whose_launcher_was_killed_here_is_submitted_anew(tmp_path: Path, cluster: ClusterProfile) -> None:
-    run = make_run(tmp_path, small().experiments[0], [8.0, 7.0])
-    run.set_status(Status(state=State.RUNNING, boot_id=boot_id()))
-    plan = submit(small(), tmp_path, cluster, submit=False)
-    assert run.status.reason == "the launcher was killed"
-    assert run not in plan.prepared
-
-
-def test_what_is_left_out_is_told_when_a_study_is_submitted(tmp_path: Path, cluster: ClusterProfile) -> None:
-    bad = make_run(tmp_path, small().experiments[0], [8.0] * 4)
+def test_a_killed_launchers_run_is_submitted_anew_and_what_is_left_out_is_told(
+    tmp_path: Path, site: Site, cluster: ClusterProfile
+) -> None:
+    site(sbatch="7\n")
+    killed, bad = (make_run(tmp_path, experiment, [8.0, 7.0]) for experiment in small().experiments)
+    killed.set_status(Status(state=State.RUNNING, boot_id=boot_id()))
     (bad.path / "experiment.yaml").unlink()
-    done = submit(small(), tmp_path, cluster, submit=False)
-    assert (len(done.prepared), done.to_json()["left_out"][0]["run"]) == (2, bad.name)
+    done = submit(small(), tmp_path, cluster)
+    assert killed.status.reason == "the launcher was killed"
+    assert len({*done.submitted} - {killed, bad}) == 2
+    assert done.to_json()["left_out"][0]["run"] == bad.name
     assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
-
-
-@pytest.mark.parametrize("after", ["$(id)", "7\n#SBATCH --x"])
-def test_a_hostile_dependency_reaches_no_script(tmp_path: Path, cluster: ClusterProfile, after: str) -> None:
-    with pytest.raises(BadInput, match="dependency: got"):
-        dry_run(small(), tmp_path, cluster, after=after)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +259,7 @@ def test_a_job_in_a_state_that_is_not_known_is_not_submitted_again_and_can_be_ca
     site(squeue=queue_of(job("NEW_WORD")))
     run = submitted(tmp_path, [8.0], Status(state=State.RUNNING, attempts=1))
     with pytest.raises(Refused, match="is unknown as job 7_0"):
-        submit(make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0]), tmp_path, cluster, submit=True)
+        submit(make_study("s", {"hardware": "cpu", "steps": 4}, [{}], [0]), tmp_path, cluster)
     assert [status.state for status in cancel([run])] == [State.CANCELLED]
     assert "scancel 7_0\n" in (tmp_path / "asked").read_text()
 
@@ -346,7 +327,7 @@ def test_an_array_that_was_cancelled_while_it_waited_is_cancelled_for_each_of_it
         sbatch="\n  ------\n  Welcome to the Stampede3 Supercomputer\n  ------\n  --> (login4)...OK\n  519605\n",
         sacct="519605_[0-1]|519605|CANCELLED by 54321|0:0\n",
     )
-    done = submit(small(), tmp_path / "runs", cluster, submit=True)
+    done = submit(small(), tmp_path / "runs", cluster)
     assert states_of(done.submitted) == [(State.CANCELLED, "519605_0"), (State.CANCELLED, "519605_1")]
     assert {run.status.reason for run in done.submitted} == {"Slurm: CANCELLED"}
 
@@ -367,12 +348,12 @@ def test_a_job_whose_number_nobody_knows_is_told_and_adopted(
     runs, study = tmp_path / "runs", small()
     site(sbatch="Welcome to x\n")
     with pytest.raises(NumberUnknown, match=r"'Welcome to x'.*squeue --me --name=s.*--adopt NUMBER") as told:
-        submit(study, runs, cluster, submit=True)
+        submit(study, runs, cluster)
     assert told.value.exit_code == 1
     assert states_of(find(runs)) == [(State.SUBMITTED, None)] * 2
     assert all("printed no job number: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
     with pytest.raises(Refused, match=r"is submitted: its job number is unknown"):
-        submit(study, runs, cluster, submit=True)  # it may wait
+        submit(study, runs, cluster)  # it may wait
     with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
         adopt(study, runs, "7")
     site(squeue=queue_of(job("PENDING", comment="moelab:other:1")))
@@ -391,7 +372,7 @@ def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(
 ) -> None:
     site(sbatch="Welcome\n")
     with pytest.raises(NumberUnknown):
-        submit(small(), tmp_path / "runs", cluster, submit=True)
+        submit(small(), tmp_path / "runs", cluster)
     runs = find(tmp_path / "runs")
     statuses = [run.status for run in runs]
     comment = str(ticket_of(runs[0]).comment)
@@ -403,7 +384,7 @@ def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(
     assert {status.state for status in cancel(runs)} == {State.CANCELLED}
     assert "moelab did not find its job" in str(runs[0].status.reason)
     assert "scancel" not in (tmp_path / "asked").read_text()
-    assert len(submit(small(), tmp_path / "runs", cluster, submit=True).submitted) == 2
+    assert len(submit(small(), tmp_path / "runs", cluster).submitted) == 2
 
 
 @pytest.mark.parametrize("number", ["------", "7; rm -rf /", "-j", "519605_[0-1]"])
@@ -451,7 +432,7 @@ def test_a_damaged_record_hides_no_other_run(
 
 def test_a_job_of_another_cluster_is_asked_for_there(tmp_path: Path, site: Site, cluster: ClusterProfile) -> None:
     site(sbatch="Submitted batch job 7 on cluster cm2\n")
-    runs = submit(small(), tmp_path / "runs", cluster, submit=True).submitted
+    runs = submit(small(), tmp_path / "runs", cluster).submitted
     assert [run.status.job_id for run in runs] == ["7_0", "7_1"]
     comment = str(ticket_of(runs[0]).comment)
     site(squeue=queue_of(job("RUNNING", comment=comment)), sacct="7_[0-1]|7|CANCELLED|0:0\n")

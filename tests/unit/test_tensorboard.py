@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from moelab.errors import BadInput
 from moelab.runs.collect import collect
 from moelab.runs.table import COLUMNS
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
@@ -100,6 +101,8 @@ def test_folder_without_metrics(tmp_path: Path) -> None:
     write(tmp_path, 100, {})
     read = read_tensorboard(tmp_path)
     assert (len(read.rows), read.segments, tuple(read.rows.columns)) == (0, 0, COLUMNS)
+    with pytest.raises(BadInput, match="no step in it"):
+        collect(tmp_path)
 
 
 def test_a_damaged_record_hides_no_other_and_a_kill_none_before_it(tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     for place, path in enumerate(files):
         try:
             trace = read_trace(path)
+            one = Rank(trace, step)
         except BadInput as error:  # one bad file of many becomes a note
             if len(files) == 1:
                 raise
@@ -240,7 +241,6 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
         if number in met:
             places = [f"{one.parent.name}/{one.name}" for one in (path, met[number].path)]
             notes.append(f"{places[0]} and {places[1]} are both of rank {number}: the first of them is shown")
-        one = Rank(trace, step)
         span_us = one.last_us - one.first_us
         time = RankTime(number, span_us / 1e3, one.compute_us / 1e3, (span_us - one.busy_us) / 1e3, None)
         met[number] = _Met(path, time, one.met, one.notes)
@@ -249,7 +249,8 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     if not met:
         raise BadInput("; ".join(notes))
     if shown is None:
-        raise BadInput(f"rank is {rank}; the traces are of ranks {', '.join(map(str, sorted(met)))}")
+        there = f"rank is {rank}; the traces are of ranks {', '.join(map(str, sorted(met)))}"
+        raise BadInput("; ".join([there, *notes]))  # its own file may be one that could not be read
     return _explanation(*shown, met, notes)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moelab.errors import BadInput
 from moelab.explain.categories import COMMUNICATION, FEW_ELEMENTS, Context, category, communication
-from moelab.explain.trace import Rows, Trace
+from moelab.explain.trace import RECORD, Rows, Trace
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
@@ -194,6 +194,9 @@ class Rank:
         # The row of the call that launched each event; -1 where none is recorded, as on a CPU.
         self.call = _rows_with(trace.calls["correlation"], self.events["correlation"])
         self._choose_step(step)
+        # Annotations alone are nobody's time, and shares of a span of 0 are no numbers.
+        if not (self.events["end"] > self.events["start"].min(initial=np.inf)).any():
+            raise BadInput(f"{trace.path.name} has no kernel or operator that takes time; {RECORD}")
         self._classify()
         self._mark_recomputation()
         start, end, compute = self.events["start"], self.events["end"], ~self.moves_data
@@ -250,8 +253,8 @@ class Rank:
         numbers = {int(match[0]): name for name in inside if (match := re.search(r"\d+", name))}
         if wanted is not None:
             if wanted not in numbers:
-                there = ", ".join(map(str, numbers)) or "not marked in this trace"
-                raise BadInput(f"step is {wanted}; the profiler's steps are {there}")
+                there = ", ".join(map(str, numbers)) or "not marked"
+                raise BadInput(f"step is {wanted}; the profiler's steps in {file} are {there}")
             chosen = inside[numbers[wanted]]
             if not chosen.any():
                 raise BadInput(f"step {wanted} of {file} has no events")

@@ -8,7 +8,7 @@ was submitted or Slurm refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,7 +51,6 @@ class Submission:
 
     study: str
     scripts: tuple[str, ...]  # as sbatch gets them; one for each number of nodes and GPUs
-    prepared: tuple[RunDir, ...] = ()  # runs with a script that were not submitted
     submitted: tuple[RunDir, ...] = ()  # runs that Slurm accepted now
     # runs whose job number had not been recorded; it was found in the queue, or given by a person
     adopted: tuple[RunDir, ...] = ()
@@ -60,10 +59,9 @@ class Submission:
 
     def to_json(self) -> dict[str, Any]:
         """The submission as the command line prints it."""
-        kinds = ("prepared", "submitted", "adopted", "completed")
         rows = [
             {"run": run.name, "path": str(run.path), "did": kind, "job_id": run.status.job_id}
-            for kind in kinds
+            for kind in ("submitted", "adopted", "completed")
             for run in getattr(self, kind)
         ]
         return {"study": self.study, "runs": rows, "scripts": list(self.scripts), **self.discovered.to_json()}
@@ -87,9 +85,9 @@ def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | N
     here = directory.discover(runs / study.name)
     attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
     require_known_ends(attempts.values())
-    tasks = [_task(runs, experiment, tried) for experiment, tried in attempts.items() if not completed(tried)]
-    specs = _specs(study, tasks, cluster, after)
-    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in specs), discovered=here)
+    missing = {experiment: tried for experiment, tried in attempts.items() if not completed(tried)}
+    scripts = tuple(render(spec) for spec, _ in _specs(study, runs, missing, cluster, after))
+    return Submission(study=study.name, scripts=scripts, discovered=here)
 
 
 def submit(
@@ -97,7 +95,6 @@ def submit(
     runs: Path,
     cluster: ClusterProfile,
     *,
-    submit: bool,
     after: str | None = None,
     timeout_s: float = slurm.TIMEOUT_S,
 ) -> Submission:
@@ -107,7 +104,6 @@ def submit(
         study: arms and seeds; completed runs are left alone, failed and cancelled ones get a new run directory.
         runs: the folder that holds all studies, on a file system that the nodes share.
         cluster: where to run.
-        submit: if False, only write run directories and scripts.
         after: job that must succeed first, such as ``123`` or ``123_4``; otherwise Slurm cancels the new job.
         timeout_s: for sbatch, which waits and retries while the queue is full.
 
@@ -121,29 +117,27 @@ def submit(
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster))
-    if submit:  # scripts alone can be prepared before the data is there
-        _require(check_data(study, cluster))
+    _require(check_data(study, cluster))
     close_killed(directory.find(runs / study.name))  # before the lock, by which it tells that a launcher lives
     with only_launcher(runs / study.name):  # two clients that submit at once would submit everything twice
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
         tried = [run for runs_of_one in attempts.values() for run in runs_of_one]
         # Before anything is written: if the queue cannot be read, nothing has changed.
-        queue = Queue.of(tried) if submit else Queue([])
-        if submit and after and not queue.jobs_of(after):
+        queue = Queue.of(tried)
+        if after and not queue.jobs_of(after):
             raise Refused(f"--after {after}: Slurm knows no such job and would not wait for it; leave --after out")
         prepared = [run for run in tried if run.status.state is State.PREPARED]
         # After `prepared`, since this changes the status of those that are in the queue.
-        updated = dict(zip(tried, update(tried, queue), strict=True)) if submit else {}
+        updated = dict(zip(tried, update(tried, queue), strict=True))
         # In the queue although only prepared: the client was killed between sbatch and recording the number.
-        adopted = [run for run in prepared if submit and updated[run].state in ACTIVE]
+        adopted = [run for run in prepared if updated[run].state in ACTIVE]
         _require_idle([run for run in tried if run not in adopted], queue)
         require_known_ends(attempts.values())
-        left = set(adopted) if submit else set(filter(ticket_of, tried))  # a run with a ticket may have a job already
-        wanted = [
-            one for one, runs_of_one in attempts.items() if not completed(runs_of_one) and not set(runs_of_one) & left
-        ]
-        specs = _specs(study, [_task(runs, one, attempts[one]) for one in wanted], cluster, after)
+        missing = {
+            one: of_one for one, of_one in attempts.items() if not completed(of_one) and not set(of_one) & set(adopted)
+        }
+        specs = _specs(study, runs, missing, cluster, after)
         scripts = [render(spec) for spec, _ in specs]
         for (spec, tasks), script in zip(specs, scripts, strict=True):
             for number, (experiment, run) in enumerate(tasks):
@@ -151,15 +145,12 @@ def submit(
                     directory.make(run, experiment)
                 write_whole(run.path / SCRIPT_FILE, script)
                 Ticket(comment=spec.comment, task=number).write(run)  # last: it means that everything is there
-        if submit:
-            for spec, tasks in specs:
-                _submit(spec, tasks, timeout_s)
-    written = tuple(run for _, tasks in specs for _, run in tasks)
+        for spec, tasks in specs:
+            _submit(spec, tasks, timeout_s)
     return Submission(
         study=study.name,
         scripts=tuple(scripts),
-        prepared=() if submit else (*(run for run in tried if run in left), *written),
-        submitted=written if submit else (),
+        submitted=tuple(run for _, tasks in specs for _, run in tasks),
         adopted=tuple(adopted),
         completed=tuple(done for runs_of_one in attempts.values() if (done := completed(runs_of_one))),
         discovered=here,
@@ -186,34 +177,28 @@ def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
         raise Refused("\n".join([*busy, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
 
 
-def _task(runs: Path, experiment: Experiment, attempts: Sequence[RunDir]) -> Task:
-    """An experiment with its run directory: one that was prepared and not used, or the name of a fresh one."""
-    prepared = [run for run in attempts if run.status.state is State.PREPARED]
-    return experiment, (prepared[-1] if prepared else directory.fresh(runs, experiment))
-
-
 def _specs(
-    study: Study, tasks: Iterable[Task], cluster: ClusterProfile, after: str | None
+    study: Study, runs: Path, missing: Mapping[Experiment, list[RunDir]], cluster: ClusterProfile, after: str | None
 ) -> list[tuple[JobSpec, list[Task]]]:
-    """One job array for each size."""
+    """One job array for each size; experiments come with their attempts so far, none of which completed."""
     by_size: dict[tuple[int, int], list[Task]] = {}  # all tasks of an array get the same resources
-    for experiment, run in tasks:
-        by_size.setdefault((experiment.nodes, experiment.gpus_per_node), []).append((experiment, run))
-    return [
-        (
-            JobSpec(
-                cluster=cluster,
-                runs=tuple(run.path for _, run in together),
-                name=study.name,
-                comment=new_comment(study.name),
-                nodes=nodes,
-                gpus_per_node=gpus,
-                dependency=f"afterok:{after}" if after else None,
-            ),
-            together,
+    for experiment, attempts in missing.items():
+        unused = [run for run in attempts if run.status.state is State.PREPARED]
+        task = experiment, (unused[-1] if unused else directory.fresh(runs, experiment))
+        by_size.setdefault((experiment.nodes, experiment.gpus_per_node), []).append(task)
+    specs = []
+    for (nodes, gpus), tasks in by_size.items():
+        spec = JobSpec(
+            cluster=cluster,
+            runs=tuple(run.path for _, run in tasks),
+            name=study.name,
+            comment=new_comment(study.name),
+            nodes=nodes,
+            gpus_per_node=gpus,
+            dependency=f"afterok:{after}" if after else None,
         )
-        for (nodes, gpus), together in by_size.items()
-    ]
+        specs.append((spec, tasks))
+    return specs
 
 
 def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:

@@ -470,8 +470,12 @@ def _notes(facts: Facts) -> Iterator[str]:
     if facts.shape.plan_only:
         yield facts.shape.plan_only
     # On the machine at hand it is for `moelab run` to say whether it has the ranks.
-    if cluster.name not in ("local", "cpu") and x.world_size > cluster.gpus:
-        yield f"hardware: {cluster.name} has {cluster.gpus} GPUs, and this takes {x.world_size}"
+    if cluster.name not in ("local", "cpu"):
+        if x.world_size > cluster.gpus:
+            yield f"hardware: {cluster.name} has {cluster.gpus} GPUs, and this takes {x.world_size}"
+        if x.gpus_per_node > cluster.node.gpus:
+            there = f"a node of {cluster.name} has {cluster.node.gpus} GPUs"
+            yield f"hardware: {there}, and gpus_per_node is {x.gpus_per_node}"
     if capability in ROCM:
         mxfp8 = "; torchao 0.18.0 has MXFP8 kernels for it" if has_native_mxfp8(capability) else ""
         yield f"hardware: {architecture(capability)} is AMD's, on ROCm{mxfp8}; moelab has not run there"

@@ -32,7 +32,7 @@ TAKEN = {
     **{name: (name,) for name in OF_LATENT_ATTENTION},
     "n_dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
     "dense_hidden_dim": ("intermediate_size_mlp", "intermediate_size", "hidden_dim"),
-    "moe_hidden_dim": ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size"),
+    "moe_hidden_dim": ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size", "hidden_dim"),
     "num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
     "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k"),
@@ -44,7 +44,7 @@ NEEDED = ("vocab_size", "dim", "n_layers", "n_heads", "moe_hidden_dim", "top_k")
 READ = (
     r"model_type|architectures|scor(ing|e)_func(tion)?|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
     r"(moe_)?shared_expert_intermediate_size|"
-    r"mlp_only_layers|moe_layers|mlp_layer_types|layer_types|attn_type_list"
+    r"mlp_only_layers|moe_layers|moe_layer_end_index|mlp_layer_types|layer_types|attn_type_list"
 )
 """Keys that are looked at and are no dimension."""
 LEFT = {
@@ -61,13 +61,13 @@ LEFT = {
     ),
     "the rotary embedding": (
         r"rope_.*|rotary_.*|partial_rotary.*|.*max_position_embeddings|initial_context_length|max_seq_len|yarn|"
-        r"llama_4_scaling|.*(tuning|floor|attn)_scale.*|attn_temperature.*"
+        r"llama_4_scaling|.*(tuning|floor|attn)_scale.*|attn_temperature.*|compression_ratio"
     ),
 }
 """What is left out on purpose, by the names of its keys."""
 NUMBER = r".*(_size|_dims?|_heads?|_rank|_experts?|_layers?|_interval|_freq|_step|_period|_offset|_mult)$|(num|n)_"
 """Names of keys that count something."""
-ARRANGEMENT = r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|_enum$|_config$)"
+ARRANGEMENT = r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|use_residual|_enum$|_config$)"
 """Names of keys that, of whatever type, tell of other layers than attention and experts."""
 HARMLESS = (
     r"(num_)?(pad|bos|eos|decoder|sep|cls|begin|end|unk|mask)_.*|num_(labels|beams|beam_groups|return_sequences)|"
@@ -79,7 +79,10 @@ HARMLESS = (
 INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe")
 """Keys under which a model of several modalities has its language model, and Mistral its experts."""
 WINDOWS = ("sliding_attention", "chunked_attention")
-STEPS = ("moe_layer_freq", "decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "route_every_n")
+STEPS = (
+    *("moe_layer_freq", "moe_layer_frequency", "decoder_sparse_step", "interleave_moe_layer_step"),
+    *("moe_layer_interval", "route_every_n"),
+)
 """Keys for every how many layers there are experts; a list says it of each layer."""
 SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "minimax_m2", "llama4_text")
 """Kinds of models whose router is sigmoid without a key that says so."""
@@ -156,7 +159,7 @@ def read_model(source: str) -> HuggingFaceModel:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except IsADirectoryError:
         raise BadInput(f"{path}: a folder without config.json or params.json") from None
     except (OSError, ValueError) as error:
@@ -170,7 +173,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     kind = config.get("model_type")
     used = {field: next((key for key in keys if config.get(key) is not None), None) for field, keys in TAKEN.items()}
     shape: dict[str, Any] = {field: config[key] for field, key in used.items() if key}
-    if "num_experts" not in shape:
+    if not shape.get("num_experts"):  # 0 is what a dense sibling of a family writes
         raise BadInput(f"no experts: it has none of {', '.join(TAKEN['num_experts'])}; valid: a mixture of experts")
     latent = "kv_lora_rank" in shape
     needed = (*NEEDED, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if latent else NEEDED
@@ -230,21 +233,27 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     for key in STEPS:
         if not isinstance(step := config.get(key, 1), list) and step not in (None, 1):
             raise BadInput(f"{key} is {step}: dense layers lie between those with experts; valid: 1")
-    kinds = sorted({kind for kind in config.get("layer_types") or () if kind not in ("full_attention", *WINDOWS)})
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention", *WINDOWS})
     if kinds or 0 in (config.get("attn_type_list") or ()):
         named = ", ".join(kinds) or "attn_type_list has 0"
         raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
     if config.get("tie_word_embeddings") or config.get("tied_embeddings"):
         raise BadInput("tie_word_embeddings is true: the head shares the embedding's weights; valid: false")
-    experts = [layer >= shape.get("n_dense_layers", 0) for layer in range(shape["n_layers"])]
+    layers = range(shape["n_layers"])
+    # ERNIE's last one with experts; -1 where that is the last of all
+    last = end if type(end := config.get("moe_layer_end_index")) is int and end >= 0 else layers.stop
+    experts = [shape.get("n_dense_layers", 0) <= layer <= last for layer in layers]
     if isinstance(config.get("moe_layer_freq"), list):
         experts = [bool(one) for one in config["moe_layer_freq"]]
     elif config.get("mlp_layer_types"):
         experts = [one != "dense" for one in config["mlp_layer_types"]]
     elif config.get("moe_layers"):
-        experts = [layer in config["moe_layers"] for layer in range(shape["n_layers"])]
-    dense = set(config.get("mlp_only_layers") or ())
-    experts = [one and layer not in dense for layer, one in enumerate(experts)]
+        experts = [layer in config["moe_layers"] for layer in layers]
+    if len(experts) < len(layers):
+        raise BadInput(f"a list says of {len(experts)} of {len(layers)} layers if they have experts; valid: of all")
+    # A list may go on beyond the layers: files that were cut to a few layers for a trial keep it.
+    dense = config.get("mlp_only_layers") or ()
+    experts = [one and layer not in dense for layer, one in zip(layers, experts, strict=False)]
     if experts != sorted(experts):
         raise BadInput("dense layers lie between those with experts; valid: dense layers first")
     return experts.count(False)

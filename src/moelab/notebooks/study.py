@@ -72,7 +72,7 @@ def bring_forward(
     if any(status.state in ACTIVE for status in states):
         say("Slurm has runs of this study: run the notebook again when they have ended")
     elif submit:
-        say(submit_to_slurm(study, runs, cluster, submit=True).as_text())
+        say(submit_to_slurm(study, runs, cluster).as_text())
     else:
         say("nothing submitted: submit is False")
 

@@ -167,6 +167,8 @@ def verdicts_figure(judged: Report) -> Any:
         (verdict,) = judged.verdicts
         arm, reference, _ = contrast(verdict.arm, verdict.reference)
         finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
+        if not verdict.seeds:
+            finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
     words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
@@ -347,7 +349,6 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = []
     for side in sides:
         low, high = quartiles(side.tps)
-        comparable = first_tps and side.label not in judged.no_gain  # an export may hold speeds of 0
         rows.append(
             [
                 side.label,
@@ -358,7 +359,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
                 side.held_out_nats,
                 median(side.tps),
                 f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                median(side.tps) / first_tps if comparable else math.nan,
+                math.nan if side.label in judged.no_gain else median(side.tps) / first_tps,
                 side.memory_gib,
                 side.memory_percent,
             ]

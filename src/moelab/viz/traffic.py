@@ -264,7 +264,6 @@ def _draw_ways(
         annotations=titles,
         xaxis={**hidden, "range": ends},
         yaxis={**hidden, "range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
-        hovermode="closest",
         margin={"l": 10, "r": 10, "b": 40, "t": figure.layout.margin.t + 40},
         legend={"y": -0.02},
     )
@@ -306,18 +305,19 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
     for routing in routings:
         ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
         color, shape = ROUTING_LOOKS[routing.kind]
+        hatch = {"shape": shape, "fgcolor": "white", "fillmode": "overlay", "size": 5}
         for column, (size, places) in enumerate(spread, start=1):
             most = min(placement.top_k, places)
             figure.add_bar(
                 x=list(range(1, most + 1)),
                 y=100 * np.bincount(distinct_destinations(ids_TK, size), minlength=most + 1)[1:] / DRAWN,
-                marker={"color": color, "pattern": {"shape": shape, "fgcolor": "white", "size": 5}},
+                marker={"color": color, "pattern": hatch},
                 hovertemplate="%{x}: %{y:.1f} %",
                 **in_panel(column, ROUTING_LABELS[routing.kind]),
             )
     figure.update_xaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title_text="share of tokens (%)", col=1)
-    return figure.update_layout(barmode="group", bargap=0.15)
+    return figure.update_layout(barmode="group", bargap=0.15, hovermode="x unified")
 
 
 def traffic_matrix(
@@ -363,8 +363,8 @@ def traffic_matrix(
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
     figure.update_yaxes(autorange="reversed", showgrid=False, constrain="domain")
     figure.update_yaxes(title_text="from rank", col=1)
-    scale_bar = {"title": {"text": "MB", "side": "top"}, "thickness": 12, "len": 0.8}
-    figure.update_layout(coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": scale_bar}, hovermode="closest")
+    scale_bar = {"title": {"text": "MB", "side": "top"}, "thickness": 12, "len": 0.8, "outlinewidth": 0}
+    figure.update_layout(coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": scale_bar})
     return figure
 
 
@@ -428,7 +428,8 @@ def bytes_by_ep(
     figure.update_xaxes(title_text="EP degree", type="category")
     figure.update_yaxes(title_text="GB per rank and layer", rangemode="tozero", col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
-    return figure.update_layout(legend_y=-0.27, margin_b=130, height=figure.layout.height + 50)
+    height = figure.layout.height + 50
+    return figure.update_layout(legend_y=-0.27, margin_b=130, height=height, hovermode="x unified")
 
 
 def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
@@ -465,7 +466,7 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
     highest = max(max(values) for values in rows.values())
     figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * highest])
     figure.update_xaxes(showgrid=False, ticks="")
-    return figure.update_layout(barmode="group", bargap=0.25)
+    return figure.update_layout(barmode="group", bargap=0.25, hovermode="x unified")
 
 
 def _placement_words(placement: ExpertPlacement) -> str:
@@ -522,8 +523,6 @@ class TrafficExplorer(Explorer):
         BadInput: for a value that the explorer does not have.
     """
 
-    figure_px = NARROW
-
     def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
         if unknown := sorted(set(chosen) - set(_MENUS) - set(_MODEL)):
             raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join((*_MENUS, *_MODEL))}")
@@ -532,12 +531,11 @@ class TrafficExplorer(Explorer):
         known = _published_models()
         first = next((name for name, one in known.items() if one == own), "yours")
         self.models = {first: own, **known}
-        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", self.models, first, **px)}
+        controls = {"model": menu("model", self.models, first)}
         for name, (label, start, values) in _MENUS.items():
             offered = [*values, *(["measured"] if name == "routing" and measured else [])]
             words = functools.partial(_in_words, name)
-            controls[name] = menu(label, offered, chosen.get(name, start), words=words, **px)
+            controls[name] = menu(label, offered, chosen.get(name, start), words=words)
         super().__init__(controls, ["flow"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
@@ -572,10 +570,10 @@ class TrafficExplorer(Explorer):
         standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
         shown = as_table(frame, decimals={name: 3 if name.startswith("GB") else 2 for name in table[0]})
         words = (
-            f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
+            f"{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
             f"· a layer's exchanges take at least <b>{hybrid_ms:.1f} ms</b> with DeepEP, once per node, and "
-            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}</div>"
+            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
         self._way = (routing, placement, chosen["token"])
