@@ -63,6 +63,7 @@ class Difference:
     verdict: Verdict | None  # over seeds, where both sides' are known
     unfinished: str = ""  # which of the two diverged or ended before its planned steps
     differing: tuple[str, ...] = ()  # settings that the loss depends on
+    verb: str = "ends"  # "is" where one of the two goes on behind these steps
 
     @property
     def judged(self) -> Verdict | None:
@@ -98,7 +99,7 @@ class Difference:
         if self.unfinished or not math.isfinite(self.nats):
             return self.sentence().removesuffix(".")
         also = f" (they also differ in {', '.join(self.differing)})" if self.differing else ""
-        return f"{self.label} ends {self.nats:+.4f} nats from {self.reference} {self._where}{also}"
+        return f"{self.label} {self.verb} {self.nats:+.4f} nats from {self.reference} {self._where}{also}"
 
     @property
     def _where(self) -> str:
@@ -168,6 +169,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     # Of logs of other steps the first alone may be common, which says nothing about the end.
     if max(common, default=0) < first_final_step(min(reference.last_step, side.last_step), final_fraction):
         common = set()
+    goes_on = max(common, default=0) < first_final_step(max(reference.last_step, side.last_step), final_fraction)
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(common)]
     steps = tuple(int(step) for step in both.index)
     first_step = first_final_step(steps[-1], final_fraction) if steps else 0
@@ -186,6 +188,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
         verdict=verdict,
         unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
         differing=tuple(differing_of((reference, side), OF_THE_LOSS)),
+        verb="is" if goes_on else "ends",
     )
 
 
