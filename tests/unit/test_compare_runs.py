@@ -487,6 +487,10 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
         "user": "***",
         "api_key": "***",
     }
+    other = history(tmp_path / "other" / "history.csv", columns)
+    (other.parent / "config.yaml").write_text("model: {tokenizer_path: b}\nuser: {value: eve}\n")
+    (tmp_path / "config.yaml").write_text("model: {tokenizer_path: a}\n")
+    assert compared(export, other).differences[0].differing == ("model.tokenizer_path",)
     history(tmp_path / "another.csv", columns)  # now the configuration may be either's
     assert compared(export).sides[0].settings.values == {}
 
