@@ -307,6 +307,15 @@ class Report:
                 ],
             }
             others = [f"{_names(sides)}: {what}" for what, sides in unknown.items() if sides]
+            held_out = {
+                side.label: int(run.validation["step"].iloc[-1])
+                for side in self.sides
+                for run in side.runs
+                if len(run.validation)
+            }
+            if len(set(held_out.values())) > 1:
+                steps = ", ".join(f"{label} step {step:,}" for label, step in held_out.items())
+                others.append(f"the held-out losses are of different steps: {steps}")
         else:
             # An arm without any finished or diverged seed has no verdict that would name it.
             unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
