@@ -495,8 +495,9 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
     assert compared(export).sides[0].settings.values == {}
 
 
-def test_settings_hold_no_key(tmp_path: Path) -> None:
-    names = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+def test_settings_hold_no_key_and_no_person(tmp_path: Path) -> None:
+    keys = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+    names = (*keys, "author", "job.hostname_list", "notify.email_address", "slurm.account")
     (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"}))
     assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x"}
 
