@@ -198,18 +198,14 @@ def check_gin(machine: Machine, nodes: int) -> Finding:
 
 NO_WINDOW = "NCCL cannot register the symmetric window that holds DeepEP V2's buffer"
 NO_PEERS = "the GPUs of a node cannot reach each other's memory"
+TWO_NCCL = "two different NCCL libraries go unnoticed until one of them crashes"
 HARMFUL: tuple[tuple[str, tuple[str, ...], Severity, str], ...] = (
     ("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP or anything else"),
     ("NCCL_P2P_LEVEL", ("LOC", "0"), "error", NO_PEERS),
     ("NCCL_CUMEM_ENABLE", ("0",), "error", NO_WINDOW),
     ("NCCL_WIN_ENABLE", ("0",), "error", NO_WINDOW),
     ("NCCL_IB_DISABLE", ("1",), "warning", "between nodes NCCL uses TCP, and DeepEP V2 has no GIN"),
-    (
-        "EP_SUPPRESS_NCCL_CHECK",
-        ("1",),
-        "warning",
-        "two different NCCL libraries go unnoticed until one of them crashes",
-    ),
+    ("EP_SUPPRESS_NCCL_CHECK", ("1",), "warning", TWO_NCCL),
     ("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log, which slows it down"),
     ("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "communication and computation do not overlap"),
 )
