@@ -140,7 +140,7 @@ def value_that_meets(
     def late_s(value: float) -> float:
         return predict(with_values(**{**(others or {}), name: value})) - seconds
 
-    if seconds <= 0 or late_s(low) * late_s(high) > 0:  # too late at both ends, or too early: none between meets it
+    if not seconds > 0 or late_s(low) * late_s(high) > 0:  # too late at both ends, or too early: none between meets it
         return None
     return float(brentq(late_s, low, high, xtol=1e-9 * high))
 

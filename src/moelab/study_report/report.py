@@ -403,10 +403,10 @@ class Report:
             answers.append("A single run cannot show what another seed would change.")
         # A yes is of the arms alone only where all else is the same.
         judged = {verdict.arm for verdict in self.verdicts}
-        which = [side for side in self.others if {side.arm, side.label} & judged]
+        sides = [side for side in self.others if {side.arm, side.label} & judged]
         answers += [
-            words if len(which) == 1 else f"{side.label}: {words}"
-            for side in which
+            words if len(sides) == 1 else f"{side.label}: {words}"
+            for side in sides
             for words in caveats(side, self.reference)
         ]
         return " ".join(answers)
