@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from figure_support import shown_page, title
 from run_support import ENDS, STEPS, curve, make_run, make_study
-from stand_in import step_line
+from stand_in import step_line, validation_line
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.compare_runs import difference_curve
@@ -357,6 +357,13 @@ def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_p
     logs = [log_of(tmp_path / f"{n}.log", {step: losses[step] for step in own}) for n, own in enumerate(steps)]
     found = compared(*logs)
     assert "1 and 0 have no step with a loss in common at the end." in found.as_text()
+    short = log_of(tmp_path / "short.log", {step: losses[step] + 0.5 for step in range(1, 51)})
+    for log, end in ((logs[0], 1000), (short, 50)):
+        log.write_text(log.read_text() + validation_line(end, 7.0))
+    found = compared(logs[0], short)
+    assert "short is +0.5000 nats from 0 at step 50" in found.summary["Same loss?"]
+    assert "the held-out losses are of different steps: 0 step 1,000, short step 50" in found.notes
+    found = compared(*logs)
     assert report_figures(found)
     for log, model in zip(logs, ("debugmodel", "16B"), strict=True):
         log_of(log, losses)
@@ -480,12 +487,17 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
         "user": "***",
         "api_key": "***",
     }
+    other = history(tmp_path / "other" / "history.csv", columns)
+    (other.parent / "config.yaml").write_text("model: {tokenizer_path: b}\nuser: {value: eve}\n")
+    (tmp_path / "config.yaml").write_text("model: {tokenizer_path: a}\n")
+    assert compared(export, other).differences[0].differing == ("model.tokenizer_path",)
     history(tmp_path / "another.csv", columns)  # now the configuration may be either's
     assert compared(export).sides[0].settings.values == {}
 
 
-def test_settings_hold_no_key(tmp_path: Path) -> None:
-    names = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+def test_settings_hold_no_key_and_no_person(tmp_path: Path) -> None:
+    keys = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+    names = (*keys, "author", "job.hostname_list", "notify.email_address", "slurm.account")
     (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"}))
     assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x"}
 

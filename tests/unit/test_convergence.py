@@ -19,7 +19,6 @@ from moelab.analysis.equivalence import (
     paired_tests,
     seeds_needed,
     trimmed_sd,
-    upper_sd_limit,
 )
 from moelab.analysis.verdict import Answer, ArmSeeds, Doubtful, Verdict, correct_for_arms
 from moelab.errors import BadInput
@@ -41,8 +40,7 @@ def simulate(n: int, ratio: float, true_difference: float):
 
 def derived_margin(differences_NM, reference_NM):
     margin_M = FACTOR * lower_sd_limit(reference_NM, alpha=ALPHA / 2)
-    widest_M = FACTOR * upper_sd_limit(reference_NM, alpha=ALPHA / 2)
-    return paired_tests(differences_NM, margin_M, widest_M=widest_M, tost_alpha=ALPHA / 2)
+    return paired_tests(differences_NM, margin_M, tost_alpha=ALPHA / 2)
 
 
 # --- calibration: the rates that the verdict promises ---------------------------------------------------------------
@@ -50,11 +48,9 @@ def derived_margin(differences_NM, reference_NM):
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("n", SEEDS)
-def test_false_rates_at_the_margin(n, ratio):
+def test_false_equivalent_rate_at_the_margin(n, ratio):
     tests = derived_margin(*simulate(n, ratio, FACTOR))
-    assert max(tests.equivalent.mean(), tests.different.mean()) <= ALPHA + ALLOWANCE
-    # Half of the margin: with more seeds it is equivalent, and different with none.
-    assert derived_margin(*simulate(n, ratio, FACTOR / 2)).different.mean() <= ALLOWANCE
+    assert tests.equivalent.mean() <= ALPHA + ALLOWANCE
 
 
 @pytest.mark.parametrize("n", SEEDS)
@@ -82,10 +78,19 @@ def test_tight_differences_are_found_equivalent(n, ratio):
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.3])
-def test_a_difference_of_four_times_the_margin_is_found(ratio):
-    tests = derived_margin(*simulate(8, ratio, 4 * FACTOR))
+def test_a_difference_of_twice_the_margin_is_found(ratio):
+    tests = derived_margin(*simulate(8, ratio, 2 * FACTOR))
     assert tests.different.mean() >= 0.95
     assert tests.equivalent.mean() == 0.0
+
+
+def test_a_small_shift_is_never_different_however_many_seeds():
+    # A quarter of the margin: with more seeds the answer turns from open to equivalent, and is nothing else.
+    for n in (4, 8, 16, 64):
+        differences, _ = simulate(n, 0.3, FACTOR / 4)
+        tests = paired_tests(differences, FACTOR, tost_alpha=ALPHA)
+        assert tests.different.mean() == 0.0
+    assert tests.equivalent.mean() == 1.0
 
 
 # --- one outlying seed -----------------------------------------------------------------------------------------------
@@ -156,15 +161,13 @@ def test_columns_are_independent_studies():
 
 
 @pytest.mark.parametrize("n", [3, 4, 8, 16])
-def test_limits_of_the_spread_cover(n):
-    values = np.random.default_rng(1).normal(size=(n, 20_000))
-    assert (lower_sd_limit(values, alpha=0.025) > 1.0).mean() == pytest.approx(0.025, abs=0.005)
-    assert (upper_sd_limit(values, alpha=0.025) < 1.0).mean() == pytest.approx(0.025, abs=0.005)
+def test_lower_limit_covers(n):
+    above = lower_sd_limit(np.random.default_rng(1).normal(size=(n, 20_000)), alpha=0.025) > 1.0
+    assert above.mean() == pytest.approx(0.025, abs=0.005)
 
 
 def margin_of_normals(**given) -> Margin:
-    known = {"nats": FACTOR, "cap_nats": 1e9, "widest_nats": 1e9, "reference_sd": 1.0, "given": False}
-    return Margin(**{"source": "", **known, **given})
+    return Margin(**{"nats": FACTOR, "cap_nats": 1e9, "source": "", "reference_sd": 1.0, "given": False} | given)
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.3), (5, 1.0), (8, 1.0)])
@@ -307,10 +310,6 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
     "far too few seeds": (
         *(shifted(2.0, -2.0, 1.0, -1.0), REFERENCE, {"margin_nats": 0.01}, OPEN),
         "is 0, more than 100 common seeds would show it with 80 % power",
-    ),
-    "past a narrow margin of few seeds": (
-        *(shifted(0.053, 0.054, 0.052, 0.053), REFERENCE, {"margin_cap_nats": 0.3}, OPEN),
-        r"The interval lies outside of the margin, but 4 seeds of the reference leave room for one of up to ±0\.2153:",
     ),
     "no seed": (shifted(), REFERENCE, {"margin_nats": 1.0}, OPEN, "At least 3 common seeds are needed"),
     "two seeds": (shifted(0.001, 0.002), REFERENCE, {"margin_nats": 1.0}, OPEN, "n = 2 .*At least 3 common seeds"),

@@ -285,6 +285,9 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
           ("Oct 24 18:00:01 gpu-3 torchrun[812]: ", "ValueError: bad"), ("2026-10-24 18:00:01,123 | ERROR | x:3 - ", "ValueError: bad"), ("> ", "ValueError: bad"),
           ("2019-06-02T16:13:44.884Z: [1,3]<stderr>:", "rank 3: ValueError: bad"), ("[1,mpirank:3,algo-1]<stderr>:", "rank 3: ValueError: bad"), ("rank3: ", "rank 3: ValueError: bad"),
       ]],
+    ("a shell behind it", {"train.log": "".join(f"trainer-3  | {line}\n" for line in [*steps(1).replace("[rank0]:", "").splitlines(), "bash: line 1: 42 Segmentation fault", "Segmentation fault (core dumped)"])},
+     "Segmentation fault", []),
+    ("torchrun's summary behind it", {"train.log": steps(1) + summary((1, -9), (0, -6), prefix="trainer-3  | ")}, "rank 1: killed by SIGKILL", []),
     ("two tasks of mpirun line by line", {"train.log": "".join(a + b for a, b in zip(
         raised("ValueError: mine", prefix="[1,1]<stderr>:").splitlines(True), raised(GLOO, prefix="[1,0]<stderr>:").splitlines(True), strict=True))},
      "rank 1: ValueError: mine", []),
@@ -423,12 +426,15 @@ def test_the_cause(tmp_path: Path, files: dict[str, str], begins: str, holds: li
         {"train.log": steps(1) + summary((0, 1)) + steps(1, 2, 3, 4)},
         {"train.log": steps(1) + "slurmstepd: error: *** JOB 4 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n" + steps(1, 2, 3)},
         {"train.log": steps(1, 2) + watchdog(0) + "[titan] Training completed\n"},
+        {"train.log": steps(1, 2) + "[titan] Training completed\n", "slurm-1.out": "FATAL:   no overlay\n" + raised("requests.exceptions.HTTPError: 503")},
+        {"train.log": steps(1, 2), "dmesg": "[1.2] Out of memory: Killed process 77 (firefox) total-vm:9kB\n[1.3] nvidia-smi[44]: segfault at 0 ip 0 sp 0 error 4 in libc.so[7f]\n"},
+        {"train.log": steps(1, 2), "slurm-1.out": "slurmstepd: error: pyxis: couldn't get list of existing containers\n"},
         {"train.log": steps(1, 2) + "gpu-1:62:63 [1] init.cc:12 NCCL WARN NET/IB : No device found, timeout ignored.\n"},
         {"train.log": steps(1, 2) + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")},
         {"train.log": steps(1, 2), "dmesg": "[19277.97] NVRM: Xid (PCI:0000:97:00): 79, GPU has fallen off the bus.\n"},
         {"train.log": steps(1, 2) + "DeepEP initialized with NCCL version: 2.30.4 (loaded library)\n"},
     ],
-    ids=["a retry that helped", "torchrun started it again", "Slurm started it again", "after the end", "a warning", "Python's end", "an old Xid", "a greeting"],
+    ids=["a retry that helped", "torchrun started it again", "Slurm started it again", "after the end", "before the end, elsewhere", "processes of others", "a container's warning", "a warning", "Python's end", "an old Xid", "a greeting"],
 )  # fmt: skip
 def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]) -> None:
     (run,) = collect(left(tmp_path, files))
@@ -667,6 +673,16 @@ def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp
     fuller = steps(1, 2, 3, rank=1).replace("60.00GiB", "63.00GiB")
     (run,) = collect(left(tmp_path, {"out.0": steps(1, 2, 3), "out.1": fuller}))
     assert run.rows["memory_gib"].tolist() == [63.0] * 3
+
+
+def test_of_two_runs_in_one_log_the_last_failed(tmp_path: Path) -> None:
+    earlier = steps(1, 2).replace("loss:  8", "loss:  7").replace("2026-", "2025-")
+    left(tmp_path, {"train.log": earlier + steps(1, 2) + raised("ValueError: mine")})
+    runs = collect(tmp_path / "train.log")
+    assert [(run.status.state, run.status.reason) for run in runs] == [
+        (State.UNKNOWN, None),
+        (State.FAILED, "ValueError: mine"),
+    ]
 
 
 def test_a_file_that_is_no_log_hides_none(tmp_path: Path) -> None:

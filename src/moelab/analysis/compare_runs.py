@@ -18,7 +18,7 @@ machine of one whose ``environment.json`` is damaged, is no difference; it is na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,10 +40,19 @@ ARM_FIELDS = frozenset(
     ("precision", "mxfp8_kernels", "quantize", "wgrad", "ep_backend", "ep_kernels", "dispatch_precision", "routing")
 )
 """What sets two arms apart, beside the seed; every other field should be the same in both."""
-OF_A_TOKEN = ("model", "parameters", "seq_len")
+OF_A_TOKEN = frozenset(("model", "flavor", "parameters", "seq_len"))
 """Settings that say how much is computed for a token: with another, tokens/s are of other work."""
-OF_THE_LOSS = (*OF_A_TOKEN, "global_batch", "dataset", "steps", "warmup_steps", "optimizer", "lr")
-"""Settings beside the arms' own that a loss at a step depends on."""
+OF_THE_LOSS = OF_A_TOKEN | {
+    "tokenizer",
+    "tokenizer_path",
+    "dataset",
+    "global_batch",
+    "optimizer",
+    "lr",
+    "warmup_steps",
+    "steps",
+}
+"""Settings beside the arms' own that a loss at a step depends on; in a configuration of W&B the last part of a name."""
 NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
 """Settings that a step's time does not depend on."""
 SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")
@@ -63,6 +72,7 @@ class Difference:
     verdict: Verdict | None  # over seeds, where both sides' are known
     unfinished: str = ""  # which of the two diverged or ended before its planned steps
     differing: tuple[str, ...] = ()  # settings that the loss depends on
+    verb: str = "ends"  # "is" where one of the two goes on behind these steps
 
     @property
     def judged(self) -> Verdict | None:
@@ -98,7 +108,7 @@ class Difference:
         if self.unfinished or not math.isfinite(self.nats):
             return self.sentence().removesuffix(".")
         also = f" (they also differ in {', '.join(self.differing)})" if self.differing else ""
-        return f"{self.label} ends {self.nats:+.4f} nats from {self.reference} {self._where}{also}"
+        return f"{self.label} {self.verb} {self.nats:+.4f} nats from {self.reference} {self._where}{also}"
 
     @property
     def _where(self) -> str:
@@ -168,6 +178,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     # Of logs of other steps the first alone may be common, which says nothing about the end.
     if max(common, default=0) < first_final_step(min(reference.last_step, side.last_step), final_fraction):
         common = set()
+    goes_on = max(common, default=0) < first_final_step(max(reference.last_step, side.last_step), final_fraction)
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(common)]
     steps = tuple(int(step) for step in both.index)
     first_step = first_final_step(steps[-1], final_fraction) if steps else 0
@@ -186,6 +197,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
         verdict=verdict,
         unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
         differing=tuple(differing_of((reference, side), OF_THE_LOSS)),
+        verb="is" if goes_on else "ends",
     )
 
 
@@ -220,10 +232,10 @@ def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
     return differing
 
 
-def differing_of(sides: Sequence[Side], names: Iterable[str]) -> dict[str, list[str | None]]:
+def differing_of(sides: Sequence[Side], names: Collection[str]) -> dict[str, list[str | None]]:
     """Those of these settings that are known of all sides and not the same."""
-    differing = differing_values(sides)
-    return {name: differing[name] for name in names if name in differing and None not in differing[name]}
+    differing = differing_values(sides).items()
+    return {name: own for name, own in differing if name.rsplit(".", 1)[-1] in names and None not in own}
 
 
 def shared_values(sides: Sequence[Side]) -> dict[str, str]:

@@ -16,10 +16,6 @@ zero: inside the margin is equivalent (with or without a shift), wholly outside 
   (how far below σ that lies for normal losses is simulated), and a reference seed that lies apart is named.
 * A reference whose seeds scatter widely would let anything pass. So the margin has a cap: 1 % of the reference's loss.
 
-A margin from the lower limit is narrow with few seeds, and would call a shift of half of σ "different" in two of five
-studies with 3 seeds, which more seeds then call equivalent. So "different" is held against the upper limit of σ, at
-level α/2 too and below the same cap: what lies between the two margins is open.
-
 Functions on ``(N, M)`` arrays take N seeds of M independent studies at once, so that the calibration tests exercise the
 code that judges a real study, in which M is 1.
 
@@ -115,7 +111,6 @@ class Margin:
     nats: float  # NaN where the reference has no spread to derive it from
     cap_nats: float  # of a derived margin
     source: str
-    widest_nats: float  # from the upper limit of the spread, and the cap without any; only beyond it is different
     reference_sd: float  # over seeds without the one that widens it most; NaN for fewer than three
     given: bool
 
@@ -171,15 +166,12 @@ def equivalence_margin(
     if margin_nats is not None:
         wider = f"; wider than {cap_words}, {cap:.4f}" if margin_cap_nats is None and margin_nats > cap else ""
         nats, source = margin_nats, f"given{wider}"
-        widest = nats
     elif not sd > 0.0:
-        # Without a spread there is no margin, but none could be wider than the cap.
-        nats, widest = NAN, cap
+        nats = NAN
         source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
     else:
         limit = float(lower_sd_limit(values, alpha=ALPHA / 2.0)[0])
         nats = min(MARGIN_FACTOR * limit, cap)
-        widest = min(MARGIN_FACTOR * float(upper_sd_limit(values, alpha=ALPHA / 2.0)[0]), cap)
         source = (
             f"{MARGIN_FACTOR:g} × {limit:.4f}, the lower {100 * (1 - ALPHA / 2):g} % confidence limit of the "
             f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f} without the seed that "
@@ -191,8 +183,7 @@ def equivalence_margin(
             )
         else:
             source += f"; below its cap, {cap:.4f} ({cap_words})"
-    given = margin_nats is not None
-    return Margin(nats=nats, cap_nats=cap, source=source, widest_nats=widest, reference_sd=sd, given=given)
+    return Margin(nats=nats, cap_nats=cap, source=source, reference_sd=sd, given=margin_nats is not None)
 
 
 def trimmed_sd(values_NM: ArrayLike) -> Array:
@@ -227,18 +218,6 @@ def lower_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
     values_NM = _columns(values_NM)
     limit: Array = trimmed_sd(values_NM) / np.quantile(_trimmed_sd_of_normals(len(values_NM)), 1.0 - alpha)
     return limit
-
-
-def upper_sd_limit(values_NM: ArrayLike, *, alpha: float) -> Array:
-    """One-sided upper confidence limit of a normal standard deviation: ``s · sqrt(dof / χ²(alpha, dof))``.
-
-    Of all values: an outlying one raises it, and with it what may still be open. Shapes are those of
-    :func:`trimmed_sd`.
-    """
-    values_NM = _columns(values_NM)
-    dof = len(values_NM) - 1
-    limit_M: Array = values_NM.std(axis=0, ddof=1) * math.sqrt(dof / stats.chi2.ppf(alpha, dof))
-    return limit_M
 
 
 def outlying_seeds(losses: Mapping[int, float]) -> tuple[int, ...]:
@@ -280,33 +259,29 @@ class PairedTests:
     low: Array  # low and high bound the mean difference
     high: Array
     tost_p: Array  # the larger of the two one-sided p values for a mean inside ±margin
-    beyond_p: Array  # one-sided, for a mean outside of ±widest on the side where it lies
+    beyond_p: Array  # one-sided, for a mean outside of ±margin on the side where it lies
     t_p: Array  # two-sided paired t test of no difference
     equivalent: NDArray[np.bool_]
     different: NDArray[np.bool_]
 
 
-def paired_tests(
-    differences_NM: ArrayLike, margin_M: ArrayLike, *, widest_M: ArrayLike | None = None, tost_alpha: float
-) -> PairedTests:
+def paired_tests(differences_NM: ArrayLike, margin_M: ArrayLike, *, tost_alpha: float) -> PairedTests:
     """Hold the mean of paired differences against ±margin, and against zero.
 
     Args:
         differences_NM: ``(N,)`` or ``(N, M)`` differences, arm − reference, one a seed.
         margin_M: Equivalence margin of each study, in the unit of the differences.
-        widest_M: The widest that it could be; None where it is no estimate.
         tost_alpha: Level of each one-sided test. The interval has coverage ``1 − 2 tost_alpha``, so "equivalent" says
-            that it lies inside ±margin, and "different" that it lies wholly outside of ±widest.
+            that it lies inside ±margin, and "different" that it lies wholly outside.
     """
     differences_NM = _columns(differences_NM)
     paired, margin = DescrStatsW(differences_NM), np.asarray(margin_M, dtype=float)
-    widest = margin if widest_M is None else np.asarray(widest_M, dtype=float)
     n, sd = len(differences_NM), differences_NM.std(axis=0, ddof=1)
     # Differences without any spread divide by zero: their t is infinite, and 0/0 (no difference at all) is no evidence.
     with np.errstate(divide="ignore", invalid="ignore"):
         tost_p = np.nan_to_num(paired.ttost_mean(-margin, margin)[0], nan=1.0)
         t_p = np.nan_to_num(paired.ttest_mean(0.0)[1], nan=1.0)
-        beyond_p = np.nan_to_num(stats.t.sf((np.abs(paired.mean) - widest) / (sd / np.sqrt(n)), n - 1), nan=1.0)
+        beyond_p = np.nan_to_num(stats.t.sf((np.abs(paired.mean) - margin) / (sd / np.sqrt(n)), n - 1), nan=1.0)
     low, high = paired.tconfint_mean(2.0 * tost_alpha)
     return PairedTests(
         sd=sd,

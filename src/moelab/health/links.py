@@ -43,11 +43,9 @@ def ports(machine: Machine) -> list[Port]:
 def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = None) -> Iterator[Finding]:
     """Whether the ports of the RDMA cards are up, and as fast as the profile says, or else as the fastest one."""
     name, all_ports = "RDMA devices", ports(machine)
-    if not all_ports and nodes > 1:
-        yield fault(name, nodes=nodes)
-    elif not all_ports:
-        yield Finding(name=name, severity="note", found="none: DeepEP works within this node only")
     if not all_ports:
+        alone = Finding(name=name, severity="note", found="none: DeepEP works within this node only")
+        yield fault(name, nodes=nodes) if nodes > 1 else alone
         return
     active, down = [port for port in all_ports if port.active], [port for port in all_ports if not port.active]
     kinds = sorted({port.link_layer for port in active})

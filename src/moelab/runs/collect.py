@@ -299,7 +299,14 @@ def collect(path: Path) -> list[Collected]:
         return collect_runs(discovered.runs)
     reads, ended = _read_elsewhere(path)
     name = path.stem.removesuffix(".log")
-    collected = [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]
+    # Of several runs, the one that logged last is the one that ended; without times it is the last.
+    ends = [np.fmax.reduce(read.columns.get("time", ()), initial=-math.inf) for read in reads]
+    last = max(zip(ends, range(len(ends)), strict=True))[1]
+    collected = [
+        _from_elsewhere(read, name, ended if number == last else None)
+        for number, read in enumerate(reads)
+        if len(read.rows) or (ended and number == last)
+    ]
     if not collected:
         raise BadInput(f"{path}: no step in it has a value of one of TorchTitan's metrics; give what has logged a step")
     return collected
@@ -467,7 +474,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
         if ended is None:
             raise
         return [read_log([])], ended
-    return reads, cause(None, tail(path)) if len(reads) == 1 else None
+    return reads, cause(None, tail(path))
 
 
 def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:

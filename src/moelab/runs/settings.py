@@ -33,7 +33,10 @@ _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the fir
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
-_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
+_PRIVATE: Final = re.compile(
+    r"(?i)(^|[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
+    r"|(^|[._])(auth|credentials?)(\.|$)"
+)
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
     re.compile(

@@ -147,7 +147,7 @@ _STAMPS = re.compile(
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
 _CLOCK = re.compile(r"\d+(?:[:./T-]\d+)+(?:,\d+)?")  # differs from line to line, unlike the other numbers of a prefix
-_OF_RANK = re.compile(r"(?i)rank\W{0,2}(\d+)|\[\d+,(\d+)\]<std")  # and mpirun's
+_OF_RANK = re.compile(r"(?i)rank\W{0,2}(\d+)|\[\d+,(\d+)\]<std|\|(\d+)\]:")  # mpirun's, and torchrun's by template
 _MESSAGES: Final = ("log", "line", "message", "msg", "textPayload")  # Docker's, Loki's, loggers' and Google's
 _MARGIN = re.compile(r"^ *(?:[+|] ?)+(?=\S| )")  # of the exceptions in a group
 _NESTED = re.compile(r"Original Traceback|\(RANK \d+\)")
@@ -171,8 +171,8 @@ _STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got 
 _WHAT = re.compile(r"(?:what\(\):\s+|watchdog (?=thread terminated with exception: CUDA))(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
-_BLOCK_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
+_BLOCK_RANK = re.compile(r"^(?:.{0,200}\s)?rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
+_BLOCK_CODE = re.compile(r"^(?:.{0,200}\s)?exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
 _BLOCK_TRACE = re.compile(r"^\s*traceback : (.*)")
 _AGENT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
@@ -192,6 +192,7 @@ class _Line(NamedTuple):
     is_end: bool = True
 
 
+_TRAINS: Final = r"(?:python|pt_|torch|ray\b)"  # how the names of processes that train begin
 _TIME_LIMIT: Final = "Slurm's time limit was reached"
 _LINES: Final = (
     _Line(Kind.OUTSIDE, "Node failure on", r"srun: error: Node failure on (\S+)", r"node \1 failed"),
@@ -202,9 +203,11 @@ _LINES: Final = (
           r"out of memory: \1"),
     _Line(Kind.OUTSIDE, "Out Of Memory", r"srun: error: (\S+): tasks? ([\d,-]+): Out Of Memory",
           r"out of memory: task \2 on \1"),
+    # The kernel tells of the processes of others too.
     _Line(Kind.OUTSIDE, "ut of memory: Kill",
-          r"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \(.*?\)(?:.*?anon-rss:\w+)?)"),
-    _Line(Kind.OUTSIDE, "oom-kill:", r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", r"out of memory: \1 \2"),
+          rf"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \({_TRAINS}.*?\)(?:.*?anon-rss:\w+)?)"),
+    _Line(Kind.OUTSIDE, "oom-kill:", rf"(oom-kill:constraint=\w+).*(task={_TRAINS}[^,]*,pid=\d+)",
+          r"out of memory: \1 \2"),
     _Line(Kind.OUTSIDE, "OOMKilled", "(OOMKilled)", r"out of memory: \1"),
     _Line(Kind.OUTSIDE, "HW Exception by GPU", "(HW Exception by GPU node.*)"),
     _Line(Kind.OUTSIDE, "uncorrectable hardware error",  # none of them is reported too
@@ -227,8 +230,9 @@ _LINES: Final = (
           r"\1 \2"),  # by mpirun
     _Line(Kind.ABORTED, " died from signal", r"(\S+: rank \d+ died from signal .*)"),  # by PALS' mpiexec
     _Line(Kind.FAULT, "srun: error", "(srun: error: (?:Task launch|Unable to|Timed out).*)"),
-    _Line(Kind.FAULT, "pyxis: ", r"error: (pyxis:) {2,}+((?!\[INFO\]).*)", r"\1 \2"),  # what enroot printed
-    _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)"),
+    _Line(Kind.FAULT, "pyxis: ", r"error: (pyxis:) {2,}+((?!\[INFO\]).*)", r"\1 \2",  # what enroot printed
+          is_end=False),
+    _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)", is_end=False),
     _Line(Kind.FAULT, "FATAL:  ", r"^(FATAL: {2,}.*)"),  # Apptainer's
     _Line(Kind.FAULT, "Error response from daemon", "(Error response from daemon: .*)"),
     _Line(Kind.FAULT, "symbol lookup error", r"(\S+: symbol lookup error: .*)"),
@@ -239,8 +243,8 @@ _LINES: Final = (
     _Line(Kind.FAULT, "core dumped", r"^((?:Segmentation fault|Bus error|Illegal instruction) \(core dumped\))$"),
     _Line(Kind.ABORTED, "Killed", r"^(Killed)$", r"\1 (often the system running out of memory)"),
     _Line(Kind.OUTSIDE, "SXid (", r"(SXid \(.*?\): \d+, .*)", is_end=False),
-    _Line(Kind.FAULT, "segfault at", r"(\S+\[\d+\]: segfault at .*? in \S+?)\["),
-    _Line(Kind.FAULT, "invalid opcode", r"traps: (\S+ trap invalid opcode .* in \S+?)\["),
+    _Line(Kind.FAULT, "segfault at", rf"({_TRAINS}\S*\[\d+\]: segfault at .*? in \S+?)\["),
+    _Line(Kind.FAULT, "invalid opcode", rf"traps: ({_TRAINS}\S* trap invalid opcode .* in \S+?)\["),
     _Line(Kind.FAULT, "Caught signal", r"Caught signal \d+ \((.*)\)"),
     _Line(Kind.FAULT, "Memory access fault", "(Memory access fault by GPU node.*?Reason: [^.]*)"),
     _Line(Kind.FAULT, " aborting with ", r"ueue (?:\S+ )?aborting with (?:error|status) ?: (.*?)(?: Available .*)?$",
@@ -346,6 +350,8 @@ class Scan:
             if raw[:_BEGINNING] in self._kernels:
                 continue
             if "step:" in raw and (step := _STEP.search(COLOUR.sub("", raw))):
+                if not self._steps:
+                    self._learn_prefix(_plain(raw), "[titan] ")
                 self._steps[int(step[1])] = self._line
             elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
                 self._take(raw, following)
@@ -360,6 +366,11 @@ class Scan:
         """Ranks in PyTorch's own prefixes."""
         own = (stream.rank for key, stream in self._streams.items() if key and stream.has_own_prefix)
         return {rank for rank in own if rank is not None}
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the last launch trained to its end."""
+        return self._completed > max(self._steps.values(), default=0)
 
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
@@ -397,11 +408,11 @@ class Scan:
         line = _plain(raw)
         key, rank, is_own = "", self.rank, self._is_exception
         if TRACEBACK in line:
-            self._learn_prefix(line, following)
+            self._learn_prefix(line, TRACEBACK, _plain(following))
         if learned := next((match for prefix in self._prefixes if (match := prefix.match(line))), None):
             key, line = _CLOCK.sub("", learned[0]), line[learned.end() :]
             if of_rank := _OF_RANK.search(key):
-                rank = int(of_rank[1] or of_rank[2])
+                rank = int(next(filter(None, of_rank.groups())))
         elif match := _RANKS.match(line):
             key, line = match[1].rstrip(), line[match.end() :]
             rank = int(re.findall(r"\d+", key)[-1])
@@ -423,15 +434,16 @@ class Scan:
                 stream.before = line
         (self._open.add if stream.is_open else self._open.discard)(key)
 
-    def _learn_prefix(self, line: str, following: str) -> None:
-        """Remember what stands before a traceback's header if it stands before the next line of one too."""
-        prefix = line.partition(TRACEBACK)[0]
+    def _learn_prefix(self, line: str, begins: str, following: str = "") -> None:
+        """Remember what stands before TorchTitan's words, or before a traceback's header and the line that follows."""
+        prefix, found, _ = line.partition(begins)
         # PyTorch's prefix and the time stamps are known, and a margin is that of an exception group.
-        is_known = not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
+        is_known = not found or not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
         if is_known or any(known.match(line) for known in self._prefixes):
             return
         pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(prefix)))
-        if (match := pattern.match(after := _plain(following))) and after.startswith(("  ", TRACEBACK), match.end()):
+        match = pattern.match(following)
+        if begins != TRACEBACK or (match and following.startswith(("  ", TRACEBACK), match.end())):
             self._prefixes.append(pattern)
 
     # Python's exceptions

@@ -119,6 +119,11 @@ class Report:
         return joined_rows(self.finished)
 
     @cached_property
+    def kept(self) -> pd.DataFrame:
+        """Rows of :attr:`table` without those of dropped seeds."""
+        return self.table[~self.table["seed"].isin(self.dropped_seeds)]
+
+    @cached_property
     def verdicts(self) -> list[Verdict]:
         """Convergence of every other side, on the final training loss."""
         if self.study is None:
@@ -171,10 +176,9 @@ class Report:
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
         """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
-        table = self.table[~self.table["seed"].isin(self.dropped_seeds)]
-        if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
+        if throughput_rows(self.kept, warmup_steps=WARMUP_STEPS).empty:
             return []
-        return arm_throughput(table, warmup_steps=WARMUP_STEPS)
+        return arm_throughput(self.kept, warmup_steps=WARMUP_STEPS)
 
     @cached_property
     def no_gain(self) -> dict[str, str]:
@@ -307,6 +311,15 @@ class Report:
                 ],
             }
             others = [f"{_names(sides)}: {what}" for what, sides in unknown.items() if sides]
+            held_out = {
+                side.label: int(run.validation["step"].iloc[-1])
+                for side in self.sides
+                for run in side.runs
+                if len(run.validation)
+            }
+            if len(set(held_out.values())) > 1:
+                steps = ", ".join(f"{label} step {step:,}" for label, step in held_out.items())
+                others.append(f"the held-out losses are of different steps: {steps}")
         else:
             # An arm without any finished or diverged seed has no verdict that would name it.
             unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
@@ -403,10 +416,10 @@ class Report:
             answers.append("A single run cannot show what another seed would change.")
         # A yes is of the arms alone only where all else is the same.
         judged = {verdict.arm for verdict in self.verdicts}
-        which = [side for side in self.others if {side.arm, side.label} & judged]
+        sides = [side for side in self.others if {side.arm, side.label} & judged]
         answers += [
-            words if len(which) == 1 else f"{side.label}: {words}"
-            for side in which
+            words if len(sides) == 1 else f"{side.label}: {words}"
+            for side in sides
             for words in caveats(side, self.reference)
         ]
         return " ".join(answers)

@@ -174,7 +174,7 @@ def _difference_finding(differences: Sequence[Difference]) -> str:
     if not known:
         return differences[0].sentence()
     far = max(known, key=lambda one: abs(one.nats))
-    ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
+    ends = f"{far.label} {far.verb} {far.nats:+.4f} nats from {far.reference}"
     if far.unfinished:
         return f"{ends} at step {far.steps[-1]:,}; {far.unfinished}"
     return f"{ends}; one run each cannot say whether a change of seed does as much"
