@@ -108,6 +108,11 @@ def test_loss_title_states_the_final_losses_of_the_data():
     for said in (f"{high - low:.4f} nats apart", f"{low:.3f}", "n = 4 seeds each"):
         assert said in title(loss_curves(table))
     assert "smoothed over 15 logged steps" in title(loss_curves(study(seeds=2, steps=1500)))
+    one_less = table[(table["arm"] != verdict.arm) | (table["seed"] != 0)]
+    paired = abs(first_verdict(one_less).mean_difference_nats)
+    said = title(loss_curves(one_less)).replace("<br>", " ")
+    assert f"{paired:.4f} nats apart" in said
+    assert "on the seeds that all have" in said
 
 
 @pytest.mark.parametrize("fall", [4.0, 0.3, 0.0])

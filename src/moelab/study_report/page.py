@@ -186,7 +186,9 @@ def loss_figure(judged: Report) -> Any:
     note, final_fraction = judged.loss_note, judged.final_fraction
     if judged.study is not None:
         marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
-        return loss_curves(judged.table, final_fraction=final_fraction, final=judged.final, note=note, marks=marks)
+        dropped = len(judged.dropped_seeds) > 0
+        table, final = (judged.kept, None) if dropped and len(judged.kept) else (judged.table, judged.final)
+        return loss_curves(table, final_fraction=final_fraction, final=final, note=note, marks=marks)
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
     if not sides:
         raise BadInput("none of these runs logged a loss")
@@ -212,7 +214,7 @@ def throughput_figure(judged: Report) -> Any:
     if judged.study is not None:
         # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
-        return throughput_bars(judged.table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
+        return throughput_bars(judged.kept, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
     sides = [side for side in judged.sides if len(side.tps)]
     if not sides:
         raise BadInput("none of these runs logged a speed after its warm-up")

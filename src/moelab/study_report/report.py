@@ -119,6 +119,11 @@ class Report:
         return joined_rows(self.finished)
 
     @cached_property
+    def kept(self) -> pd.DataFrame:
+        """Rows of :attr:`table` without those of dropped seeds."""
+        return self.table[~self.table["seed"].isin(self.dropped_seeds)]
+
+    @cached_property
     def verdicts(self) -> list[Verdict]:
         """Convergence of every other side, on the final training loss."""
         if self.study is None:
@@ -171,10 +176,9 @@ class Report:
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
         """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
-        table = self.table[~self.table["seed"].isin(self.dropped_seeds)]
-        if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
+        if throughput_rows(self.kept, warmup_steps=WARMUP_STEPS).empty:
             return []
-        return arm_throughput(table, warmup_steps=WARMUP_STEPS)
+        return arm_throughput(self.kept, warmup_steps=WARMUP_STEPS)
 
     @cached_property
     def no_gain(self) -> dict[str, str]:

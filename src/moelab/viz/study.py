@@ -305,9 +305,15 @@ def verdict_examples() -> go.Figure:
 
 
 def _final_finding(final: FinalLosses) -> str:
-    ends = {arm: float(np.mean([*one.losses.values()])) for arm, one in final.seeds.items() if one.losses}
-    if not ends:
+    known = {arm: one.losses for arm, one in final.seeds.items() if one.losses}
+    if not known:
         return "No run reached its last step with a finite loss"
+    # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
+    common = set.intersection(*map(set, known.values()))
+    ends = {
+        arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))
+        for arm, losses in known.items()
+    }
     low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
     if len(ends) == 1:
         return f"{arm_label(low)} ends at {ends[low]:.3f} nats per token"
@@ -315,6 +321,8 @@ def _final_finding(final: FinalLosses) -> str:
     both = f" (both {shared})" if shared else ""
     arms = f"{first} and {second}{both}" if len(ends) == 2 else f"the {len(ends)} arms"
     at = f"{first} at {ends[low]:.3f}, {second} at {ends[high]:.3f}"
+    if 0 < len(common) < max(map(len, known.values())):
+        at += ", on the seeds that all have"
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
 
