@@ -334,6 +334,8 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("a thread's exception and one at Python's end are no causes",
      {"r0/stderr": "Exception in thread Thread-1:\n" + raised("ValueError: of a thread") + raised("ValueError: mine")
       + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")}, "rank 0: ValueError: mine", []),
+    ("a thread's exception, where nothing else says why", {"r0/stderr": "Exception in thread Thread-1 (_save):\n" + raised("OSError: [Errno 28] No space left on device"), "train.log": summary((0, 1))},
+     "rank 0: OSError: [Errno 28] No space left on device", []),
     ("lines of a logger beside it", {"r0/stderr": "W1128 import.py: UserWarning: an Error: nothing\nRuntimeError: only a message of a logger\n"
       + raised("moelab.errors.BadInput: unknown field 'x'") + "some more output\nValueError: not an exception either\n"},
      "rank 0: moelab.errors.BadInput: unknown field 'x'", []),

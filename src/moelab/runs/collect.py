@@ -435,6 +435,7 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
         columns=columns,
         validation_columns=held_out,
         reason=log.reason or events.reason,
+        notes=(*log.notes, *events.notes),
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
     )

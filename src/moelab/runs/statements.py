@@ -97,7 +97,7 @@ _WORDS_OF_KIND: Final = (
 _BOILERPLATE = re.compile(
     r"^((CUDA|HIP) kernel errors might|For debugging consider|Compile with `TORCH_USE_(CUDA|HIP)_DSA|"
     r"Search for `cudaError|Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|"
-    r"Exception raised from|frame #|"
+    r"Exception raised from|frame #|#\d+ .* from \S+:\d+$|"
     r"nccl\w+(Error|Usage): |The above operation failed|This error may appear if|C\+\+ CapturedTraceback)"
 )
 _DETAIL = re.compile(
@@ -155,7 +155,8 @@ _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
 _LINK = re.compile(
     r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with|\s*\+[-+ \d]{12,}$)"
 )
-_MUTED = ("Exception ignored", "Exception in thread")
+_OF_THREAD: Final = "Exception in thread"
+_MUTED = re.compile(f"Exception ignored|{_OF_THREAD}")
 _LOG_LINE = re.compile(
     r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
     r"Fatal Python|Exception (?:ignored|in thread)|\S+:\d+:\d+ \[\d+\] )"
@@ -302,7 +303,7 @@ class _Stream:
     rank: int | None
     has_own_prefix: bool = False
     inside: bool = False  # between a traceback's header and its exception
-    is_muted: bool = False
+    muted_by: str = ""  # what a traceback that does not end the process begins with
     is_linked: bool = False  # the next traceback belongs to the one before
     text: list[str] = field(default_factory=list)  # of the exception that was raised last
     at: int = 0  # the line on which it began
@@ -459,7 +460,7 @@ class Scan:
                 self._end_chain(stream)
             stream.inside, stream.is_linked, stream.places, stream.frame = True, False, "", None
             # Python prints these two kinds for what does not end the process, the first at its very end.
-            stream.is_muted = stream.before.startswith(_MUTED)
+            stream.muted_by = match[0] if (match := _MUTED.match(stream.before)) else ""
             if of_rank := re.search(r"\(RANK (\d+)\)", line):
                 stream.rank = int(of_rank[1])
             stream.before = ""
@@ -494,7 +495,9 @@ class Scan:
 
     def _close(self, stream: _Stream) -> None:
         """Make a statement of the exception that was read last."""
-        if stream.text and not stream.is_muted and "ChildFailedError" not in stream.text[0]:
+        if stream.text and stream.muted_by == _OF_THREAD:  # it explains an end that nobody else does
+            self._add(stream, Kind.ENDED, " ".join(line.strip() for line in stream.text), is_end=False)
+        elif stream.text and not stream.muted_by and "ChildFailedError" not in stream.text[0]:
             lines = [line.strip() for line in stream.text]
             kept = [line for line in lines if line and not _BOILERPLATE.match(line) and "Traceback (most" not in line]
             message = _NCCL_PLACE.sub(r"NCCL error in \1: ", " ".join(kept) or lines[0])
@@ -533,7 +536,7 @@ class Scan:
             words = match[1].partition("terminated with exception: ")[2] or match[1]
             self._end_chain(stream)
             stream.text, stream.at = [f"{thrown}: {words}" if thrown else words], self._line
-            stream.frame, stream.is_muted, stream.places = None, False, ""
+            stream.frame, stream.muted_by, stream.places = None, "", ""
         elif match := _FATAL.match(line):
             stream.fatal, stream.is_current = match[1], False
         elif stream.fatal and _THREAD.match(line):
