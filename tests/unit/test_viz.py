@@ -274,9 +274,3 @@ def test_report_states_the_verdict_with_its_numbers_and_tables_with_badges_and_d
     assert '<td class="number">1,234</td>' in page
     assert page.count('<td class="number">–</td>') == 3
     assert '<span class="badge quoted">quoted</span>' in page
-
-
-def test_report_without_figures_is_small_and_alone_in_its_folder(tmp_path):
-    path = write_report(tmp_path / "report.html", title="Nothing yet", provenance={"moelab": "0.1.0"})
-    assert path.stat().st_size < 20_000
-    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]

@@ -65,7 +65,8 @@ def list_rows(figure: go.Figure, x: str = "", *, names: Sequence[str] = (), **la
     Rows are the categories of the traces, or with ``names`` the places 0, 1, 2 …, where marks can stand beside a row.
     """
     places = {"tickvals": list(range(len(names))), "ticktext": list(names), "range": [len(names) - 0.5, -0.5]}
-    figure.update_yaxes(ticks="", showgrid=False, **(places if names else {"autorange": "reversed"}))
+    axis = {"ticks": "", "ticklabelstandoff": 4, "showgrid": False}  # names stand as far off as with a tick
+    figure.update_yaxes(**axis, **(places if names else {"autorange": "reversed"}))
     figure.update_xaxes(title_text=x or None)
     return figure.update_layout(legend_traceorder="normal", **layout)  # of stacked bars plotly lists the last first
 
@@ -140,6 +141,12 @@ def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int =
     """Write a text to the right of where a bar ends, so many pixels away."""
     place = {"x": x, "y": y, "xanchor": "left", "xshift": px or None}
     figure.add_annotation(text=text, showarrow=False, font=font or None, **place)
+
+
+def name_map(figure: go.Figure, title: str, x: float, y: float, *, xref: str = "x", size: int = 13) -> None:
+    """Write the title of one of a figure's maps above it, from its left edge; ``y`` is a part of the plot's height."""
+    corner = {"x": x, "xref": xref, "y": y, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.add_annotation(text=title, showarrow=False, font={"size": size, "color": INK}, **corner)
 
 
 def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: float, margin_px: int) -> None:

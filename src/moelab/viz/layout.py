@@ -30,7 +30,7 @@ from moelab.model.hugging_face import published_models, read_model
 from moelab.plan import layout_words, parameters_text
 from moelab.projection.project import extrapolated, project, speed_text
 from moelab.recommendation import Recommendation
-from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw
+from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, name_map, nothing_to_draw
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure
 from moelab.viz.widget import Explorer, labelled_control
@@ -99,8 +99,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         ):
             hidden = {"visible": False, "fixedrange": True, "anchor": f"{other}{suffix}"}
             figure.update_layout({f"{axis}axis{suffix}": {**hidden, "range": ends, "domain": domain}})
-        corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
-        figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
+        name_map(figure, title, left, top, xref="paper")
         for trace in (grid.squares(colors, texts), *grid.boxes(), chosen):
             figure.add_trace(trace.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}"))
     square = {"symbol": "square", "size": 12}

@@ -40,9 +40,9 @@ from moelab.projection.traffic import (
     require_method,
     simulate_rows,
 )
-from moelab.viz.draw import STAR, in_panel, legend_entry, panels
+from moelab.viz.draw import STAR, in_panel, legend_entry, name_map, panels
 from moelab.viz.table import as_table
-from moelab.viz.theme import FAR, INK, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
+from moelab.viz.theme import FAR, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, menu
 
 METHOD_LABELS: dict[Method, str] = {
@@ -200,33 +200,31 @@ def _draw_ways(
     square_px = int(min(19, 0.85 * (width - 20) / (ends[1] - ends[0])))
     written = square_px > 11
     at = [(start + center[rank][0], center[rank][1], rank) for start in starts for rank in ranks]
-    squares: dict[str, Any] = {
-        "x": [x for x, _, _ in at],
-        "y": [y for _, y, _ in at],
-        "mode": "markers+text",
-        "marker": {
-            "symbol": "square",
-            "size": square_px,
-            "color": [CHOSEN if rank in held else OTHER for _, _, rank in at],
-        },
+    height_px = 190 + 56 * max(2, len(nodes))
+    figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height_px, width=width)
+    colors = [CHOSEN if rank in held else OTHER for _, _, rank in at]
+    figure.add_scatter(
+        x=[x for x, _, _ in at],
+        y=[y for _, y, _ in at],
+        mode="markers+text",
+        marker={"symbol": "square", "size": square_px, "color": colors},
         # plotly.js 3.7 takes away what draws an empty text, and has nothing to write in when the text is another.
-        "text": [f"<b>{held[rank]}</b>" if rank in held and written else " " for _, _, rank in at],
-        "textfont": {"color": "white", "size": 12},
-        "hovertext": [f"rank {rank}: {held[rank]} of the token's experts" for _, _, rank in at],
-        "hoverinfo": "text",
-        "showlegend": False,
-    }
-    names: dict[str, Any] = {
-        "x": [start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
-        "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
-        "text": [f"node {node}" for _ in starts for node in nodes],
-        "mode": "text",
-        "textposition": "middle left" if left else "middle right",
-        "textfont": {"size": 11},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    data: list[dict[str, Any]] = [squares, names]
+        text=[f"<b>{held[rank]}</b>" if rank in held and written else " " for _, _, rank in at],
+        textfont={"color": "white", "size": 12},
+        hovertext=[f"rank {rank}: {held[rank]} of the token's experts" for _, _, rank in at],
+        hoverinfo="text",
+        showlegend=False,
+    )
+    figure.add_scatter(
+        x=[start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
+        y=[row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
+        text=[f"node {node}" for _ in starts for node in nodes],
+        mode="text",
+        textposition="middle left" if left else "middle right",
+        textfont={"size": 11},
+        hoverinfo="skip",
+        showlegend=False,
+    )
     for far, thick in itertools.product((True, False), (False, True)):
         drawn: dict[str, list[Any]] = {"x": [], "y": [], "size": [], "hovertext": []}
         for start, (_, ways, back) in zip(starts, columns, strict=True):
@@ -245,23 +243,16 @@ def _draw_ways(
         head = {"symbol": "arrow", "angleref": "previous", "size": sizes, "color": color, "opacity": 1}
         look = {"mode": "lines+markers", "line": {"color": color, "width": 4 if thick else 2}, "marker": head}
         name = {"name": "network" if far else "NVLink", "showlegend": not thick, "hoverinfo": "text"}
-        data.append({**drawn, **look, **name})
+        figure.add_scatter(**drawn, **look, **name)
     star = {"mode": "markers", "marker": {**STAR, "size": 13}, "name": "the token", "hoverinfo": "skip"}
-    data.append({"x": [start + center[sender][0] for start in starts], "y": [center[sender][1]] * len(starts), **star})
-    figure = new_figure(
-        finding, subtitle=subtitle, note="one simulated token", height=190 + 56 * max(2, len(nodes)), width=width
-    )
-    figure.add_traces([{"type": "scatter", **trace} for trace in data])
+    x, y = [start + center[sender][0] for start in starts], [center[sender][1]] * len(starts)
+    figure.add_scatter(x=x, y=y, **star)
     square = {"symbol": "square", "size": 13, "color": CHOSEN}
     figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=square))
-    corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
-    titles = [
-        {"x": start, "text": title, "font": {"size": 12 if width == NARROW else 13, "color": INK}, **corner}
-        for start, (title, _, _) in zip(starts, columns, strict=True)
-    ]
+    for start, (title, _, _) in zip(starts, columns, strict=True):
+        name_map(figure, title, start, 1, size=12 if width == NARROW else 13)
     hidden = {"visible": False, "fixedrange": True}
     return figure.update_layout(
-        annotations=titles,
         xaxis={**hidden, "range": ends},
         yaxis={**hidden, "range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
         margin={"l": 10, "r": 10, "b": 40, "t": figure.layout.margin.t + 40},
