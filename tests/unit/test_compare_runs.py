@@ -371,6 +371,7 @@ def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_p
     found = compared(*logs)
     assert found.no_gain == {"1": "model 16B against debug"}
     assert "(they also differ in model)" in found.summary["Same loss?"]
+    assert compared(logs[1], short).no_gain == {}  # whose model is not known
     titles = [title(one.figure).replace("<br>", " ") for one in report_figures(found)]
     assert any("not of the same work: no gain is claimed" in one for one in titles)
     assert report_figures(compared(log_of(logs[0], dict.fromkeys(losses, 0.0))))
