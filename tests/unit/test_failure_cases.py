@@ -293,6 +293,8 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 1: ValueError: mine", []),
     ("Loki's records", {"train.log": "".join(json.dumps({"labels": {"pod": "a"}, "line": line}) + "\n" for line in raised("ValueError: bad").splitlines())},
      "ValueError: bad", []),
+    ("a logger's record with all of a traceback", {"train.log": json.dumps({"level": "error", "message": "failed", "exc_info": raised("ValueError: bad")}) + "\n"},
+     "ValueError: bad", []),
     ("Docker's file", {"train.log": "".join(json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "t"}) + "\n" for line in raised("ValueError: bad").splitlines())},
      "ValueError: bad", []),
     ("two ranks' tracebacks line by line", {"train.log": "".join(a + b for a, b in zip(

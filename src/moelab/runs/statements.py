@@ -345,7 +345,7 @@ class Scan:
         self._prefixes: list[re.Pattern[str]] = []  # of wrappers that no table has, as their tracebacks show them
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
         self._line = 0
-        lines = text.splitlines()
+        lines = list(_lines(text))
         for raw, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
@@ -645,6 +645,17 @@ _SIGNAL_HINTS: Final = {
     "SIGBUS": " (often no space left in /dev/shm)",
     "SIGILL": " (an instruction that the processor does not have)",
 }
+
+
+def _lines(text: str) -> Iterator[str]:
+    """The lines of a text; of a logger's JSON that has a traceback in one string, those of the traceback."""
+    for line in text.splitlines():
+        parts = [line]
+        if line.startswith("{") and TRACEBACK in line:
+            with suppress(ValueError, AttributeError):
+                texts = [value for value in json.loads(line).values() if isinstance(value, str) and TRACEBACK in value]
+                parts = "\n".join(texts).splitlines() or parts
+        yield from parts
 
 
 def _plain(raw: str) -> str:
