@@ -16,7 +16,7 @@ from operator_counts import communication, counted_operators
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moelab.deepep.benchmark import Layer, World, make_tokens, round_trip, run
+from moelab.deepep.benchmark import ArmFailed, Layer, World, make_tokens, round_trip, run
 from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, ArmGroup, ExchangeArm, plan
 from moelab.deepep.stand_in import StandInBuffer
 
@@ -87,6 +87,12 @@ def measure(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     run([sweep], world, folder / "sweep.json", **settings, budget_s=600)
     seen["sms"] = Counted.sms
     run(groups, world, folder / "late.json", **settings, budget_s=0)
+    other = folder / "other.json"
+    other.write_text("not a result")
+    try:
+        run(groups, world, other, **settings, budget_s=0)
+    except ArmFailed as failure:
+        seen["refused"] = str(failure)
     use(Broken)
     arms = (ExchangeArm(backend="standard"), *(ExchangeArm(backend="deepep", sms=count) for count in (8, 16, 20, 24)))
     swept = ArmGroup(size=SIZE, routing="skewed", arms=arms)

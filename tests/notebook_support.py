@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from processes import program
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -42,6 +42,14 @@ def default_values(name: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     exec(parameters_cell(name), {}, values)
     return values
+
+
+def parameters_of(name: str, **changes: object) -> Any:
+    """A notebook's parameters as authored, but for the changes, in the schema that it checks them against itself."""
+    from moelab import notebooks  # conftest imports this module for every test
+
+    (schema,) = re.findall(r"= validated\((\w+), globals\(\)\)", "".join(sources(name)))
+    return notebooks.validated(getattr(notebooks, schema), default_values(name) | changes)
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,5 @@ def sbatch_that_tells(folder: Path, called: Path) -> Path:
     """A folder for PATH whose sbatch makes a file when it is asked to submit."""
     programs = folder / "programs"
     programs.mkdir()
-    sbatch = programs / "sbatch"
-    sbatch.write_text(f'#!/bin/sh\ncase "$*" in *--test-only*|*--version*) exit 0;; esac\ntouch "{called}"\n')
-    sbatch.chmod(sbatch.stat().st_mode | stat.S_IXUSR)
+    program(programs, "sbatch", f'case "$*" in *--test-only*|*--version*) exit 0;; esac\ntouch "{called}"')
     return programs

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from processes import program
 
 from moelab.hardware import cluster_of
 from moelab.machine import gpu_listing
@@ -43,12 +44,11 @@ def nvidia_smi(
         listed: what it prints for ``-L``.
         body: a script instead.
     """
-    program = folder / "bin" / "nvidia-smi"
-    program.parent.mkdir(exist_ok=True)
+    (folder / "bin").mkdir(exist_ok=True)
     answers = [f"if [ \"$1\" = -L ]; then cat <<'P'\n{listed}\nP\nexit 0; fi", "cat <<'P'", *rows, "P", f"exit {code}"]
-    program.write_text("\n".join(["#!/bin/bash", f'echo "$*" >> {folder}/asked', body or "\n".join(answers), ""]))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    script = f'echo "$*" >> {folder}/asked\n' + (body or "\n".join(answers))
+    made = program(folder / "bin", "nvidia-smi", script, shell="/bin/bash")
+    monkeypatch.setenv("PATH", f"{made.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     forget()
-    return program
+    return made

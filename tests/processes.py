@@ -1,4 +1,4 @@
-"""The processes of this machine, which tests know by their variables."""
+"""The processes of this machine, which tests know by their variables, and programs that tests put on PATH."""
 
 from __future__ import annotations
 
@@ -14,3 +14,11 @@ def processes() -> Iterator[tuple[int, str, dict[str, str]]]:
             line, variables = ((folder / name).read_text(errors="replace") for name in ("cmdline", "environ"))
             named = dict(one.split("=", 1) for one in variables.split("\0") if "=" in one)
             yield int(folder.name), line.replace("\0", " "), named
+
+
+def program(folder: Path, name: str, script: str, shell: str = "/bin/sh") -> Path:
+    """Write an executable."""
+    file = folder / name
+    file.write_text(f"#!{shell}\n{script}\n")
+    file.chmod(0o755)
+    return file

@@ -31,8 +31,6 @@ COMMAND = (
     "MOELAB_EXPERIMENT={folder}/experiment.yaml {home}/.venv/bin/python -m torch.distributed.run "
     "--nproc-per-node=2 --log-dir={folder}/logs -m torchtitan.train --dump_folder {folder}\n"
 )
-
-
 STEPS = 20
 ENDS = {0: 5.00, 1: 5.04, 2: 4.97, 3: 5.01}
 """Final losses of BF16 in :func:`make_study`, by seed."""

@@ -29,6 +29,12 @@ SHAPES = {
     "CloudFront's signature": (some(64), "https://d.cloudfront.net/o?Expires=1&Signature={}&Key-Pair-Id=K"),
     "SAS": (some(43) + "%3D", "https://a.blob.core.windows.net/c?sp=r&sig={} SharedAccessSignature=sp=r&sig={}"),
     "Azure storage": (BASE64, "AccountName=a;AccountKey={};EndpointSuffix=core.windows.net, and {}"),
+    "Tailscale": ("tskey-auth-" + some(30), "TS_AUTHKEY={} tailscale up --authkey {}, {}"),
+    "Databricks": ("dapi" + some(32, HEX), "token {} expired"),
+    "DigitalOcean": ("dop_v1_" + some(64, HEX), "{}"),
+    "RunPod": ("rpa_" + some(44, string.ascii_uppercase + string.digits), "{}"),
+    "Outlook webhook": (some(40, HEX), "https://outlook.office.com/webhook/{}"),
+    "kubectl": ("hunter2", "kubectl create secret generic x --from-literal=token={}"),
     "Azure client": (some(3) + "8Q~" + some(34), "AADSTS7000215: {}"),
     "Slack": ("xoxb-123456789012-1234567890123-" + some(24), "slack {}"),
     "Slack app": ("xapp-1-A012-1234-" + some(40, HEX), "slack {}"),
@@ -56,7 +62,16 @@ SHAPES = {
         for start, length in (
             *(("hf_", 34), ("ghp_", 36), ("ghs_", 36), ("github_pat_", 82), ("glpat-", 20), ("npm_", 36), ("AIza", 35)),
             *(("ya29.", 60), ("GOCSPX-", 28), ("sk-ant-api03-", 90), ("sk-proj-", 90), ("sk-", 48), ("gsk_", 52)),
-            *(("pypi-AgEIcHlwaS5vcmc", 90), ("dckr_pat_", 27), ("hvs.", 24), ("KGAT_", 32), ("sk_live_", 24)),
+            *(
+                ("pypi-AgEIcHlwaS5vcmc", 90),
+                ("dckr_pat_", 27),
+                ("xai-", 80),
+                ("pplx-", 48),
+                ("tgp_v1_", 43),
+                ("hvs.", 24),
+                ("KGAT_", 32),
+                ("sk_live_", 24),
+            ),
         )
     },
 }

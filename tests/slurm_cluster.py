@@ -104,13 +104,7 @@ def slurm_cluster(
 
 
 class SlurmCluster:
-    """A running cluster.
-
-    Attributes:
-        folder: everything of it; the logs of its daemons are in ``log/``.
-        nodes: their names.
-        env: environment for commands that shall speak to it.
-    """
+    """A running cluster, all of it in ``folder``, with its daemons' logs; commands with ``env`` speak to it."""
 
     def __init__(self, folder: Path, nodes: tuple[str, ...]) -> None:
         self.folder, self.nodes = folder, nodes

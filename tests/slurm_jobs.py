@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import program
 from slurm_cluster import SlurmCluster
 from stand_in import step_line
 
@@ -20,7 +21,6 @@ from moelab.launch.cluster import ClusterProfile, read_cluster
 
 TESTS = Path(__file__).parent
 RECORDER = """\
-#!/bin/sh
 # As `python -m moelab.launch.in_job RUN HOST …` on one node.
 run=$3
 mkdir -p "$run/nodes" "$run/launch/converted"
@@ -41,11 +41,9 @@ def speak_to(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> None:
 
 def recorder(folder: Path, steps: int) -> Path:
     """Write the recorder, for runs of so many steps; returns its path."""
-    log, script = folder / "finished.log", folder / "python"
+    log = folder / "finished.log"
     log.write_text("".join(step_line(step, 12.0 - step / 10) for step in range(1, steps + 1)))
-    script.write_text(RECORDER.replace("LOG", str(log)))
-    script.chmod(0o755)
-    return script
+    return program(folder, "python", RECORDER.replace("LOG", str(log)))
 
 
 def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:

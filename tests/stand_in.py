@@ -140,12 +140,6 @@ def nan_unseen(_folder: Path, last: int) -> int:
     return 0
 
 
-def inf_unseen(_folder: Path, last: int) -> int:
-    steps(last - 1)
-    say(step_line(last, float("inf")))
-    return 0
-
-
 def wordless(_folder: Path, _last: int) -> int:
     return 7
 

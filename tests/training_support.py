@@ -26,7 +26,6 @@ class Trained:
     """What ``moelab run`` printed and left."""
 
     folder: Path
-    file: Path
     exit_code: int
     printed: dict[str, Any]
     progress: str
@@ -55,7 +54,7 @@ def moelab_run(file: Path, runs: Path, *options: str) -> Trained:
     command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     printed = json.loads(done.stdout) if done.stdout else {}
-    return Trained(runs, file, done.returncode, printed, done.stderr)
+    return Trained(runs, done.returncode, printed, done.stderr)
 
 
 def write_study(folder: Path, arms: list[dict[str, Any]], seeds: list[int], **shared: Any) -> Path:

@@ -302,6 +302,10 @@ def _assumed(known: Mapping[str, Any], *, for_search: bool) -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    if options.global_batch and not options.search:
+        raise BadInput("--global-batch is of --search; a single plan has the sequences that local_batch makes")
+    if options.ranks and not options.verify:
+        raise BadInput("--ranks is of --verify; without it no rank is built")
     arms, model = _arms_and_model(options)
     if options.search and len(arms) == 1:
         return _search(options, arms[0])
@@ -345,6 +349,7 @@ def _write_experiment(path: Path, experiment: Any) -> None:
 def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
+    from moelab.layout import check
     from moelab.plan import headroom_gib
     from moelab.recommendation import recommend, recommendation_text, search_text
     from moelab.search import VARIED, search
@@ -363,6 +368,8 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     else:
         plain = search(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
         as_json, as_text, layouts = plain.to_json(), search_text(plain), plain.candidates
+        if not plain.legal:
+            as_text = "\n".join([as_text, *check(experiment).reasons])
     if layouts and options.write:
         _write_experiment(options.write, layouts[0].experiment)
     _show(options, as_json, as_text)

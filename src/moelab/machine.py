@@ -66,8 +66,6 @@ _BROKEN = re.compile(
 """What nvidia-smi prints for a GPU that does not answer, sometimes with exit code 0."""
 _FULL = re.compile(r"GPU (\d+): .* \(UUID: (GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
-
-
 APPLICATION_XIDS = frozenset({13, 31, 43, 45})
 """Xids of the NVIDIA driver that a program causes on a sound GPU (13 an exception, 31 a page fault) or that follow
 another error (43, 45); any other points at the GPU or its driver (NVIDIA, "Xid Errors",

@@ -63,6 +63,7 @@ class Marks:
     def between_us(self, first: int, last: int) -> float:
         """Microseconds between two marks, by their numbers; the device has passed both."""
         begin, end = self.marks[first][1], self.marks[last][1]
+        # CUDA tells milliseconds, the host's clock seconds.
         return float(begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6)
 
 

@@ -34,24 +34,27 @@ _BEGUN = (
     r"|AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|npm_\w{20,}|pypi-AgE[\w-]{20,}|dckr_pat_[\w-]{20,}"
     r"|hv[sbr]\.[\w-]{20,}|gsk_\w{20,}|r8_\w{20,}|glsa_\w{20,}|(?:IQoJb3JpZ2lu|F[wQ]oGZXIvYXdz)[\w+/=%-]{16,}"
     r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
-    r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}"
+    r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}|dapi[0-9a-f]{32}|do[opr]_v1_[0-9a-f]{20,}|rpa_[A-Z0-9]{20,}"
+    r"|tskey-[a-z]+-[\w-]{16,}|xai-\w{20,}|pplx-\w{20,}|tgp_v1_[\w-]{20,}|csk-\w{20,}|lsv2_[a-z]{2}_\w{20,}"
 )
 """Tokens with their issuers' prefixes, whole or truncated: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
-Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram."""
+Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram,
+Databricks, DigitalOcean, RunPod, Tailscale, xAI, Perplexity, Together, Cerebras, LangSmith."""
 _PLACES_OF_KEYS = (
     r"hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
-    r"|webhook\.office\.com/webhookb2/"
+    r"|(?:webhook|outlook)\.office(?:365)?\.com/webhook(?:b2)?/"
 )
 _QUOTE = r"\\{0,2}['\"]"  # with backslashes in JSON that is quoted in a text
 _SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, but not token_dispatcher
 _COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"
 _NUMBER = r"\d[\d.,]*(?:e[+-]?\d+)?(?![\w.+/=-])"
 _TOKEN = (  # of a login, not of a model's text: hf_token, ?token, TOKEN, and "token" only with a value in quotes
-    rf"token(?:(?<=[\w?&-]token)|(?<=\b(?-i:TOKEN))|(?<=['\"]token)(?={_QUOTE} ?[:=] ?{_QUOTE}))"
+    rf"token(?:(?<=[\w?&=-]token)|(?<=\b(?-i:TOKEN))|(?<=['\"]token)(?={_QUOTE} ?[:=] ?{_QUOTE}))"
     rf"{_COUNTED}{_SUFFIX}(?![^\w\n]{{1,8}}{_NUMBER})"
 )
 _NAMED = (
-    rf"(?:(?:secret(?:[ _-]?key)?|passw(?:or)?d|passphrase|sshpass|(?:api|access|account|private)[ _-]?key(?:[_-]?id)?"
+    r"(?:(?:secret(?:[ _-]?key)?|passw(?:or)?d|passphrase|sshpass"
+    r"|(?:api|access|account|private|auth)[ _-]?key(?:[_-]?id)?"
     rf"|shared[ _-]?access[ _-]?(?:key|signature)|client[ _-]?secret|(?<=_)(?:jwt|pwd)|(?<=[a-z0-9_-])secret"
     rf"|(?-i:(?<=[A-Z0-9]_)(?:KEY|PAT|PASS|AUTH))(?![^\w\n]{{1,8}}{_NUMBER})){_SUFFIX}|{_TOKEN})"
 )
@@ -135,14 +138,19 @@ _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2061-\u206f\ufff9-\ufffb\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-_HOME = re.compile(r"(?<![\w.])/(?:home|Users)/[^\s/'\"\\:<>,;)]+")
+_HOME = re.compile(r"(?:(?<![\w.])|(?<=[\s\"']-[ILF]))/(?:home|Users)/[^\s/'\"\\:<>,;)]+")
+_INDUCTOR = re.compile(r"(?<=/torchinductor_)[\w.-]+")  # whose folder has its user's name
+_ADDRESS = re.compile(  # of mail or of a login, and no product of matrices
+    r"(?<![\w.+/-])(?!git@)[\w.+-]{1,64}+@(?:[\w-]{1,63}\.){1,8}"
+    r"(?:(?!py)[a-z]{2}|com|org|net|edu|gov|mil|info|dev|cloud|local|internal|lan|cluster|corp|hpc)(?![\w(-]|\.\w)"
+)
 _ENDPOINT = re.compile(r"(?i)\b(rdzv[-_]endpoint|master[-_]addr)([=: ]+)(?!localhost)[^\s:'\"]+")
 
 _ENDINGS = r"\w*log|txt|json|ya?ml|parquet|py|out|err|sh|csv|gz|pt|html|ipynb|sbatch"
 _FILE = re.compile(rf"[\w.+-]+\.(?:{_ENDINGS})|python[\d.]*")
 _FOLDERS = re.compile(
     r"""(?<=['"])/[^/'"\n<>]+/[^'"\n<>]+(?=['"])"""  # in quotes, where a name may have blanks
-    r"""|(?<![\w./~…)\]}%])/[^\s/'":<>,;]+(?:/[^\s/'":<>,;)]*)+"""
+    r"""|(?:(?<![\w./~…)\]}%])|(?<=[\s"']-[ILF]))/(?:(?<!:/)/)?[^\s/'":<>,;]+(?:/[^\s/'":<>,;)]*)+"""
 )
 
 
@@ -158,7 +166,7 @@ def without_places(text: str) -> str:
     text = without_secrets(text)
     for place, name in _places(Path.cwd(), sys.prefix, tempfile.gettempdir(), os.environ.get("HOME")):
         text = place.sub(name, text)
-    text = _ENDPOINT.sub(r"\1\2HOST", _HOME.sub("~", text))
+    text = _INDUCTOR.sub("USER", _ENDPOINT.sub(r"\1\2HOST", _HOME.sub("~", text)))
     for word, name in _names():
         text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text)
     return text
@@ -237,14 +245,14 @@ def each_text(clean: Callable[[str], str], value: Any) -> Any:
 
 
 def shareable(text: str) -> str:
-    """A plain text without what :func:`without_places` removes, and without the folders of any other machine.
+    """A plain text without what :func:`without_places` removes, the folders of any other machine and mail addresses.
 
     It is for people: a reason, a command, a name. Of an absolute path, the file's own name stays.
 
     >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
     "No space left on device: '…/metrics.parquet'"
     """
-    return without_places(_FOLDERS.sub(_file_alone, text))
+    return _ADDRESS.sub("USER@HOST", without_places(_FOLDERS.sub(_file_alone, text)))
 
 
 @functools.cache

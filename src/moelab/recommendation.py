@@ -343,7 +343,7 @@ def answer_lines(advice: Recommendation, name: str = "") -> list[str]:
     )
     if not advice.best:
         if not advice.result.legal:
-            return ["no layout is legal", model]
+            return ["no layout is legal", model, *check(x).reasons]
         if not advice.result.nearest:
             why = f"EP groups begin or end inside a node, or a micro-batch exceeds {MOST_TOKENS_AT_ONCE:,} tokens"
             return [f"legal · no layout can be projected: {why}", model]

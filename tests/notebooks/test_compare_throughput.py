@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
-from notebook_support import ROOT, Ran, default_values, ran, sbatch_that_tells
+from notebook_support import ROOT, Ran, parameters_of, ran, sbatch_that_tells
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.analysis.two_by_two import arm_results
@@ -16,7 +17,7 @@ from moelab.errors import Refused
 from moelab.experiment import EPBackend, Precision
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
-from moelab.notebooks import ThroughputParameters, execute, read_parameters, validated
+from moelab.notebooks import execute, read_parameters
 from moelab.notebooks.study import CLUSTER_FIELDS, bring_forward
 from moelab.plan import plan
 from moelab.projection.measured import TWO_BY_TWO, load_measured
@@ -31,8 +32,8 @@ NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 PROFILES = ROOT / "papermill_params" / NAME
 
 
-def profile(name: str) -> ThroughputParameters:
-    return validated(ThroughputParameters, default_values(NAME) | read_parameters(PROFILES / f"{name}.yaml"))
+def profile(name: str) -> Any:
+    return parameters_of(NAME, **read_parameters(PROFILES / f"{name}.yaml"))
 
 
 def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake: Callable[[str], Ran]) -> None:

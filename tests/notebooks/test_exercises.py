@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from notebook_support import default_values, sources
+from notebook_support import parameters_of, sources
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.doctor import examine
 from moelab.explain.against import packaged_steps
 from moelab.mxfp8.errors import GroupedGemm, compare_products, synthetic
-from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.gemm_fit import fit_b200
 from moelab.projection.published import projected_two_by_two, published_parts
 from moelab.projection.routing import RoutingModel
@@ -90,7 +89,7 @@ def products() -> Any:
 
 def of_projection() -> dict[str, Any]:
     answers = published_parts(projected_two_by_two())
-    experiment = validated(ProjectParameters, default_values("08_project_to_cluster")).to_experiment()
+    experiment = parameters_of("08_project_to_cluster").to_experiment()
     return {
         "parts": {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()},
         "points": by_network(experiment, "B200", (50.0, 100.0)),

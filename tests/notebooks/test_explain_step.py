@@ -6,22 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from notebook_support import ROOT, Ran, default_values, ran
+from notebook_support import ROOT, Ran, parameters_of, ran
 
 from moelab import data
 from moelab.experiment_file import write_experiment
 from moelab.explain.against import compare, fit, packaged_steps
-from moelab.notebooks import ExplainParameters, execute, read_parameters, validated
-from moelab.notebooks.parameters import NotebookParameters
+from moelab.notebooks import execute, read_parameters
 from moelab.projection.calibration import with_values
 
 NAME = "11_explain_step"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 TRACE = Path(data.__path__[0]) / "measured" / "trace_two_h200_full_fp8_deepep.json.gz"
-
-
-def given(**changes: object) -> NotebookParameters:
-    return validated(ExplainParameters, default_values(NAME) | changes)
 
 
 def test_its_defaults_replay_and_say_so(by_nbmake: Callable[[str], Ran]) -> None:
@@ -43,13 +38,13 @@ def test_a_trace_of_one_s_own_stands_beside_its_prediction(tmp_path: Path) -> No
 
 def test_what_is_traced_here_is_the_last_step(tmp_path: Path) -> None:
     profile = read_parameters(ROOT / "papermill_params" / NAME / "cpu.yaml")
-    parameters = given(**profile, runs_dir=str(tmp_path))
+    parameters = parameters_of(NAME, **profile, runs_dir=str(tmp_path))
     (one,) = parameters.to_study().experiments
     assert (one.trace_step, one.steps, one.ep, one.hardware) == (6, 6, 2, "cpu")
     assert parameters.to_paths() == []
     assert parameters.to_experiment() is None
-    assert given(trace="a.json").to_paths() == [Path("a.json")]
-    assert given(rank=3).to_choice() == {"rank": 3, "step": None}
+    assert parameters_of(NAME, trace="a.json").to_paths() == [Path("a.json")]
+    assert parameters_of(NAME, rank=3).to_choice() == {"rank": 3, "step": None}
 
 
 def test_it_says_what_the_steps_show() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
-from notebook_support import PLOTLY, ROOT, WIDGET, default_values, ran, sources
+from notebook_support import PLOTLY, ROOT, WIDGET, parameters_of, ran, sources
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment
 from moelab.model import count_parameters, shape_for
 from moelab.model.hugging_face import published_models
-from moelab.notebooks import PlanParameters, execute, read_parameters, validated
+from moelab.notebooks import execute, read_parameters
 from moelab.notebooks.batch import END_MARKER, NotebookFailed
 from moelab.plan import plan
 from moelab.projection.project import project
@@ -93,10 +93,11 @@ def test_the_best_layouts_avoid_the_network_and_deepep_gains_less_there_than_at_
 
 
 def test_a_model_is_a_name_a_configuration_or_dimensions(tmp_path: Path) -> None:
-    defaults = default_values(NAME) | read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
+    smoke = read_parameters(ROOT / "papermill_params" / NAME / "smoke.yaml")
 
     def experiment(model: str, **changes: Any) -> Experiment:
-        return validated(PlanParameters, defaults | {"model": model, **changes}).to_experiment()
+        made: Experiment = parameters_of(NAME, **smoke | {"model": model, **changes}).to_experiment()
+        return made
 
     preset = experiment("Qwen3-235B-A22B")
     assert count_parameters(shape_for(preset)).total == pytest.approx(235.1e9, rel=1e-3)

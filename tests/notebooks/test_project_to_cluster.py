@@ -6,12 +6,11 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from notebook_support import WIDGET, Ran, default_values
+from notebook_support import WIDGET, Ran, parameters_of
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.errors import Refused
 from moelab.experiment import Routing
-from moelab.notebooks import ProjectParameters, validated
 from moelab.projection.calibration import CALIBRATION
 from moelab.projection.project import project
 from moelab.projection.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
@@ -20,10 +19,6 @@ from moelab.projection.validation import errors_by_kind, validation_table, water
 from moelab.sweep import by_gpus
 
 NAME = "08_project_to_cluster"
-
-
-def parameters(**changes: object) -> ProjectParameters:
-    return validated(ProjectParameters, default_values(NAME) | changes)
 
 
 def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
@@ -39,7 +34,7 @@ def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None
 
 def test_a_cluster_too_small_is_refused_with_the_plans_reason() -> None:
     with pytest.raises(Refused, match=r"does not fit: .* GiB of .* GiB"):
-        project(parameters(gpu="H100").to_experiment())
+        project(parameters_of(NAME, gpu="H100").to_experiment())
 
 
 # What the notebook says that its reader should see
@@ -90,6 +85,6 @@ def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
 
 
 def test_the_model_begins_to_fit_where_the_reader_is_told() -> None:
-    points = by_gpus(parameters().to_experiment(), (64, 128, 256, 512, 1024))
+    points = by_gpus(parameters_of(NAME).to_experiment(), (64, 128, 256, 512, 1024))
     first = {kind: min(point.x for point in points if point.series == kind) for kind in ("H100", "H200", "B200")}
     assert first == {"H100": 1024, "H200": 256, "B200": 128}

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from figure_support import title
-from notebook_support import ROOT, default_values
+from notebook_support import ROOT, parameters_of
 from run_support import make_run
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
-from moelab.notebooks import RouteParameters, execute, validated
+from moelab.notebooks import execute
 from moelab.notebooks.batch import NotebookFailed
 from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.projection.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
@@ -24,10 +24,6 @@ NAME = "03_route_tokens"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
 PLACEMENT = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
 RANDOM, FORCED = RoutingModel(kind="random_balanced"), RoutingModel(kind="round_robin")
-
-
-def given(**changes: object) -> RouteParameters:
-    return validated(RouteParameters, default_values(NAME) | changes)
 
 
 def test_a_group_that_cannot_be_stops_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +42,7 @@ def test_destinations_and_savings_are_as_described() -> None:
         found = expected_destinations(routing, PLACEMENT)
         assert (found.ranks, found.nodes) == (pytest.approx(ranks, abs=0.02), pytest.approx(nodes, abs=0.02))
     factors = {}
-    for routing in (FORCED, limited, RANDOM, given(routing="skewed").to_routing()):
+    for routing in (FORCED, limited, RANDOM, parameters_of(NAME, routing="skewed").to_routing()):
         found = expected_destinations(routing, PLACEMENT)
         standard, _, hybrid = (expected_rows(found, PLACEMENT, method).network for method in METHODS)
         assert standard == 6.0
@@ -56,7 +52,7 @@ def test_destinations_and_savings_are_as_described() -> None:
 
 
 def test_skewed_routing_loads_some_ranks_more() -> None:
-    skewed = given(routing="skewed").to_routing()
+    skewed = parameters_of(NAME, routing="skewed").to_routing()
     received_R = simulate_rows(skewed, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
     even_R = simulate_rows(RANDOM, PLACEMENT, "standard", tokens=256).rows_SR.sum(axis=0)
     assert received_R.max() > 1.5 * received_R.mean()
@@ -65,12 +61,12 @@ def test_skewed_routing_loads_some_ranks_more() -> None:
 
 def test_a_measured_load_is_compared_and_drawn(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="give load, a run directory"):
-        given(routing="measured").to_routing()
+        parameters_of(NAME, routing="measured").to_routing()
     model = Experiment(model="671B", shape={"n_layers": 5})  # its router is limited to 4 of 8 groups
     run = make_run(tmp_path, model, [8.0])
     tokens_LE = np.tile(np.arange(1, 257), (2, 1)) ** 2
     ExpertLoadFile(run.path).add(1, tokens_LE)
-    parameters = given(routing="measured", load=str(run.path))
+    parameters = parameters_of(NAME, routing="measured", load=str(run.path))
     routing = parameters.to_routing()
     assert [one.kind for one in parameters.to_compared()][3:] == ["skewed", "measured"]
     assert expected_destinations(routing, PLACEMENT).nodes < expected_destinations(RANDOM, PLACEMENT).nodes - 0.5
@@ -82,7 +78,7 @@ def test_a_measured_load_is_compared_and_drawn(tmp_path: Path) -> None:
     assert "measured-load" in title(destination_histogram(parameters.to_compared(), PLACEMENT))
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInput, match="is not a run directory"):
-        given(load=str(tmp_path / "nothing")).to_compared()
+        parameters_of(NAME, load=str(tmp_path / "nothing")).to_compared()
 
 
 def test_times_are_as_described() -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import program
 from slurm_cluster import SlurmCluster, slurm_cluster
 from slurm_jobs import TESTS, profile, speak_to, study_of, written
 
@@ -101,11 +102,8 @@ def test_a_job_is_adopted_although_it_ended_before_anyone_looked(
 def test_an_answer_of_sbatch_that_is_lost(
     asked: SlurmCluster, tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = tmp_path / "bin" / "sbatch"
-    slow.parent.mkdir()
-    slow.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" >&2\nexec sleep 60\n')
-    slow.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{slow.parent}:{os.environ['PATH']}")
+    program(tmp_path, "sbatch", '/usr/bin/sbatch "$@" >&2\nexec sleep 60')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     known = jobs_of(asked)
     done = submit(study_of(), tmp_path / "runs", profile(asked, gate), timeout_s=2)
     (job,) = set(jobs_of(asked)) - set(known)

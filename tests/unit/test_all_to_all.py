@@ -10,8 +10,6 @@ import all_to_all_ranks
 import pytest
 import torch
 from dispatcher_ranks import Ranks
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moelab.deepep.benchmark_cases import (
     OPERATIONS,
@@ -50,14 +48,6 @@ def seen(folder: Path) -> list[dict[str, Any]]:
 
 def read(folder: Path, name: str) -> Any:
     return json.loads((folder / f"{name}.json").read_text())
-
-
-@given(st.sampled_from(ROUTINGS), st.integers(0, 5), st.integers(1, 8), st.sampled_from([8, 16, 32]))
-@settings(max_examples=40, deadline=None)
-def test_every_token_gets_distinct_experts(routing: str, rank: int, k: int, experts: int) -> None:
-    ids = choose_experts(routing, size(top_k=k, experts=experts), rank=rank, device=CPU)
-    assert ids.shape == (32, k)
-    assert all(len(set(row)) == k and 0 <= min(row) <= max(row) < experts for row in ids.tolist())
 
 
 def test_loads_are_even_but_for_the_skewed_routing() -> None:
@@ -145,6 +135,7 @@ def test_parts_are_those_of_the_way_to_move_tokens(folder: Path, seen: Any, name
 
 def test_a_second_call_measures_only_what_is_missing(folder: Path, seen: Any) -> None:
     assert seen[0]["buffers_of_a_second_call"] == 0
+    assert all(rank["refused"].startswith("rank 0: JSONDecodeError") for rank in seen)  # none waits for the first
     assert not (folder / "late.json").exists()  # the time was over before the first group
 
 

@@ -182,14 +182,17 @@ def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "layers.1.pt"
     with pytest.raises(BadInput, match="cannot be read: No such file"):
         read(file)
-    other = io.BytesIO()
-    torch.save({"x": torch.ones(2)}, other)
-    for content in (b"", b"not a torch file", b"PK\x03\x04 broken", other.getvalue()):
+    shapes = {"x": (4, 32), "w1": (2, 64, 32), "w2": (2, 32, 64), "w3": (2, 64, 16), "grad": (4, 32), "offsets": (2,)}
+    made: dict[str, Any] = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    made |= {"layer": "layers.1", "step": 1, "arm": "a", "tokens_of_experts": (2, 2)}
+    wrong = [b"", b"not a torch file", b"PK\x03\x04 broken"]
+    for saved in ({"x": torch.ones(2)}, made | {"x": torch.ones(4)}, made | {"w1": 3}):
+        torch.save(saved, packed := io.BytesIO())
+        wrong.append(packed.getvalue())
+    for content in wrong:
         file.write_bytes(content)
         with pytest.raises(BadInput, match="is not a capture of a moelab run"):
             read(file)
-    shapes = {"x": (4, 32), "w1": (2, 64, 32), "w2": (2, 32, 64), "w3": (2, 64, 16), "grad": (4, 32), "offsets": (2,)}
-    made = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    torch.save({**made, "layer": "layers.1", "step": 1, "arm": "a", "tokens_of_experts": (2, 2)}, file)
+    torch.save(made, file)
     with pytest.raises(BadInput, match="shapes of x, w1, w2, w3, grad, offsets do not fit"):
         read(file)

@@ -28,10 +28,12 @@ def test_the_published_cluster_has_the_published_settings_each_with_its_source()
 
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22}\ncontainer: {image: a.sqsh}\n")
+    file.write_text(
+        "name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22, X: 012}\ncontainer: {image: a.sqsh}\n"
+    )
     cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
     cluster = read_cluster(str(file), ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}"])
-    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22", "NCCL_IB_HCA": cards}
+    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22", "X": "012", "NCCL_IB_HCA": cards}
     assert cluster.container is not None
     assert cluster.container.mounts == ("/data:/data",)
 
@@ -76,6 +78,7 @@ def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], said: str
         ("/no/such.yaml", [], "cannot be read"),
         ("slurm_generic", ["partition.x=1"], "cluster profile slurm_generic: partition: got"),
         ("slurm_generic", ["name.x=1"], "--set name.x: name has no entries"),
+        ("slurm_generic", ["time_limit_minutes=4:00:00"], "time_limit_minutes: got '4:00:00'"),
         ("slurm_generic", ["partition"], "expected key=value"),
     ],
 )

@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from figure_support import shown_page, title
 from run_support import ENDS, STEPS, curve, make_run, make_study
-from stand_in import step_line
+from stand_in import step_line, validation_line
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.compare_runs import difference_curve
@@ -114,8 +114,8 @@ def test_mfu_is_of_the_exact_gpu_and_model_whatever_peak_a_log_names(
 def test_exported_speeds_of_zero(tmp_path: Path) -> None:
     columns = {"_step": range(1, 10), "throughput(tps)": [0] * 9}
     found = compared(history(tmp_path / "still.csv", columns), history(tmp_path / "a" / "too.csv", columns))
-    assert "still logged 0 tokens/s" in report_figures(found)[0].figure.layout.title.text
-    assert report_tables(found)[0].rows[1][8] is math.nan
+    assert found.summary["Faster?"] == "too and still did not both log tokens/s."
+    assert (report_figures(found), [math.isnan(row[8]) for row in report_tables(found)[0].rows]) == ([], [True] * 2)
 
 
 def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
@@ -334,12 +334,51 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     losses = {step: 8 - step / 99 for step in range(1, 41)}
     logs = [log_of(tmp_path / f"{name}.log", losses, tps=tps) for name, tps in (("slow", 1000), ("fast", 1500))]
     faster, _, what = compared(*logs).summary.values()
-    assert faster == "fast logged 1.5 times the tokens/s of slow."
+    assert faster == "fast logged 1.5 times the tokens/s per GPU of slow."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(logs[0]).summary["Faster?"] == "There is nothing to compare with."
+    cpu = log_of(tmp_path / "cpu.log", losses, tps=9)
+    cpu.write_text(GPU.replace("CUDA capacity: NVIDIA", "CPU capacity:") + cpu.read_text())
+    words = (
+        "fast logged 1.5 times the tokens/s per GPU of slow; not measured for cpu: a CPU process stands in for a GPU."
+    )
+    assert compared(*logs, cpu).summary["Faster?"] == words
     for log, gpu in zip(logs, ("H100", "B200"), strict=True):
         log.write_text(GPU.replace("H100 80GB HBM3", gpu) + log.read_text())
     assert compared(*logs).no_gain == {"fast": "hardware NVIDIA B200 against NVIDIA H100"}
+    later = log_of(tmp_path / "later.log", {step: loss for step, loss in losses.items() if step > 9}, tps=1500)
+    logs[1].write_text(logs[0].read_text() + GPU.replace("H100 80GB HBM3", "B200") + later.read_text())
+    assert compared(*logs).no_gain == {"fast": "hardware NVIDIA H100, then NVIDIA B200 against NVIDIA H100"}
+
+
+def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_path: Path) -> None:
+    losses = {step: 8 - step / 999 for step in range(1, 1001)}
+    steps = ([1, *range(10, 1001, 10)], [1, *range(5, 1001, 10)])
+    logs = [log_of(tmp_path / f"{n}.log", {step: losses[step] for step in own}) for n, own in enumerate(steps)]
+    found = compared(*logs)
+    assert "1 and 0 have no step with a loss in common at the end." in found.as_text()
+    short = log_of(tmp_path / "short.log", {step: losses[step] + 0.5 for step in range(1, 51)})
+    for log, end in ((logs[0], 1000), (short, 50)):
+        log.write_text(log.read_text() + validation_line(end, 7.0))
+    found = compared(logs[0], short)
+    assert "short is +0.5000 nats from 0 at step 50" in found.summary["Same loss?"]
+    assert "the held-out losses are of different steps: 0 step 1,000, short step 50" in found.notes
+    found = compared(*logs)
+    assert report_figures(found)
+    for log, model in zip(logs, ("debugmodel", "16B"), strict=True):
+        log_of(log, losses)
+        log.write_text(MODEL.format(model, 1) + log.read_text())
+    found = compared(*logs)
+    assert found.no_gain == {"1": "model 16B against debug"}
+    assert "(they also differ in model)" in found.summary["Same loss?"]
+    titles = [title(one.figure).replace("<br>", " ") for one in report_figures(found)]
+    assert any("not of the same work: no gain is claimed" in one for one in titles)
+    assert report_figures(compared(log_of(logs[0], dict.fromkeys(losses, 0.0))))
+
+
+def test_a_clock_of_whole_seconds_times_no_shorter_step(tmp_path: Path) -> None:
+    columns = {"_step": range(1, 101), "_timestamp": [1_760_000_000 + step // 4 for step in range(100)], "loss": 8.0}
+    assert not len(compared(history(tmp_path / "x.csv", columns)).sides[0].step_time_s)
 
 
 def test_one_log_has_a_report_of_its_own(tmp_path: Path) -> None:
@@ -376,9 +415,10 @@ def test_a_final_fraction_out_of_range() -> None:
 
 
 def test_sides_of_one_name_are_numbered(tmp_path: Path) -> None:
-    logs = [log_of(tmp_path / name / "train.log", {1: 8.0, 2: 7.0}) for name in ("ada", "eve")]
+    logs = [log_of(tmp_path / name / "train.log", dict.fromkeys(range(1, 21), 8.0)) for name in ("ada", "eve")]
     found = compared(*logs, logs[0])
     assert [side.label for side in found.sides] == ["train", "train (2)", "train (3)"]
+    assert found.differences[1].sentence().endswith("One may be a copy of the other.")
     numbered = compared(log_of(tmp_path / "train (2).log", {1: 8.0, 2: 7.0}), *logs)
     assert [side.label for side in numbered.sides] == ["train (2)", "train", "train (3)"]
 
@@ -435,23 +475,29 @@ def test_settings_that_are_the_same_in_other_words(tmp_path: Path) -> None:
 def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) -> None:
     columns = {"_step": [1, 2], "loss_metrics/global_avg_loss": [8.0, 7.0]}
     export = history(tmp_path / "history.csv", columns)
-    training = "training: {desc: null, value: {seq_len: 4096, layers: [1, 2], dataset_path: /home/bob/c4}}"
+    training = "training: {desc: null, value: {seq_len: 4096.0, lr: 3e-4, layers: [1, 2], dataset_path: /home/bob/c4}}"
     (tmp_path / "config.yaml").write_text(
         f"_wandb: {{value: {{x: 1}}}}\n{training}\nuser: {{value: bob}}\napi_key: k\n"
     )
     (side,) = compared(export).sides
     assert side.settings.values == {
         "seq_len": "4096",
+        "training.lr": "0.0003",
         "training.dataset_path": "/home/bob/c4",
         "user": "***",
         "api_key": "***",
     }
+    other = history(tmp_path / "other" / "history.csv", columns)
+    (other.parent / "config.yaml").write_text("model: {tokenizer_path: b}\nuser: {value: eve}\n")
+    (tmp_path / "config.yaml").write_text("model: {tokenizer_path: a}\n")
+    assert compared(export, other).differences[0].differing == ("model.tokenizer_path",)
     history(tmp_path / "another.csv", columns)  # now the configuration may be either's
     assert compared(export).sides[0].settings.values == {}
 
 
-def test_settings_hold_no_key(tmp_path: Path) -> None:
-    names = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+def test_settings_hold_no_key_and_no_person(tmp_path: Path) -> None:
+    keys = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
+    names = (*keys, "author", "job.hostname_list", "notify.email_address", "slurm.account")
     (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"}))
     assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x"}
 

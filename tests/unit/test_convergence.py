@@ -297,6 +297,11 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
         *(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, {}, YES),
         r"equivalent, with a shift of \+0.0040 nats\.",
     ),
+    "the same to the last digit": (REFERENCE, REFERENCE, {}, YES, "same to the last digit: both may have run the same"),
+    "one run twice": (
+        *(shifted(0.003, 0.005, 0.001, 0.004), REFERENCE | {1: 3.6}, {"margin_nats": 0.1}, YES),
+        r"Seeds 0, 1 of BF16 end at the same loss to the last digit: they may be one run that counts twice",
+    ),
     "across the margin": (
         *(shifted(0.08, -0.07, 0.05, -0.04), REFERENCE, {}, OPEN),
         r"zero is not excluded.* If the true difference is 0, \d+ to (more than )?\d+ common seeds",

@@ -37,20 +37,16 @@ def test_a_passage_is_cut_at_the_first_line_end_past_its_length(lines: list[str]
         assert len("".join(before)) < corpus.PASSAGE_CHARACTERS <= len(part)
 
 
-def test_size_and_split(prepared: Path) -> None:
-    train, held_out = (sum(map(len, texts(prepared, split))) for split in corpus.SPLITS)
-    assert 8e6 < train + held_out < 30e6  # 12 MB with Python 3.11
-    assert 0.02 < held_out / (train + held_out) < 0.12
+def test_splits_have_their_sizes_and_share_no_text(prepared: Path) -> None:
+    train, held_out = (texts(prepared, split) for split in corpus.SPLITS)
+    assert not set(train) & set(held_out)  # the standard library's files do share passages
+    assert (len(set(train)), len(set(held_out))) == (len(train), len(held_out))
+    size, held_out_size = (sum(map(len, split)) for split in (train + held_out, held_out))
+    assert 8e6 < size < 30e6  # 12 MB with Python 3.11
+    assert 0.02 < held_out_size / size < 0.12
     names = [name for name, _ in corpus.documents()]
     assert len(names) == len(set(names))
     assert {corpus.is_held_out(name) for name in names} == {True, False}
-
-
-def test_no_text_is_in_both_splits(prepared: Path) -> None:
-    train, held_out = (texts(prepared, split) for split in corpus.SPLITS)
-    assert not set(train) & set(held_out)  # the standard library's files do share passages
-    assert len(set(train)) == len(train)
-    assert len(set(held_out)) == len(held_out)
 
 
 def test_tokenizer_is_lossless_and_fits_the_vocabulary(prepared: Path) -> None:

@@ -1,4 +1,4 @@
-"""The emulated grouped GEMM is torchao 0.18's ``mxfp8_emulated_rceil``, to the bit; torchao is the only reference."""
+"""Casts and the emulated grouped GEMM (``mxfp8_emulated_rceil``) are torchao 0.18's to the bit; no other reference."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
@@ -27,6 +29,9 @@ from moelab.mxfp8.quantise import (
     fake_quantise_columns,
     fake_quantise_nvfp4,
     fake_quantise_rows,
+    quantise,
+    quantise_fp8,
+    quantise_mxfp8,
 )
 from moelab.titan import cpu
 
@@ -91,6 +96,43 @@ def test_casts_are_torchaos_for_every_largest_magnitude() -> None:
 @settings(max_examples=20, deadline=None)
 def test_casts_are_torchaos_for_any_bits(batch: int, rows: int, columns: int, seed: int) -> None:
     assert_casts_are_torchaos(any_bits(batch, BLOCK * rows, BLOCK * columns, seed=seed))
+
+
+def torchao_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """torchao's row-wise cast: data and what the row was multiplied by."""
+    factor = tensor_to_scale(
+        x, E4M3, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1, round_scales_to_power_of_2=True
+    )
+    return to_fp8_saturated(x.float() * factor, E4M3), factor
+
+
+def test_mxfp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
+    x = every_amax()
+    data, scales = quantise_mxfp8(x)
+    torchao_scales, torchao_data = to_mx(x, E4M3, BLOCK, RCEIL)
+    assert torch.equal(scales, torchao_scales.view(torch.uint8))
+    assert torch.equal(data.view(torch.uint8), torchao_data.view(torch.uint8))
+
+
+def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
+    x = every_amax()
+    data, scales = quantise_fp8(x)
+    torchao_data, factor = torchao_fp8(x)
+    finite = x.isfinite().all(1)
+    assert torch.equal(scales[finite], factor[finite].reciprocal())
+    assert torch.equal(data[finite].view(torch.uint8), torchao_data[finite].view(torch.uint8))
+    expanded = expand(data, scales, "fp8")
+    assert torch.equal(expanded[finite], (torchao_data.float() / factor)[finite].bfloat16())
+    assert expanded[~finite].isnan().all()
+
+
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8"])
+def test_casts_compiled_are_the_same(precision: Any) -> None:
+    x = every_amax()[::7]
+    eager = quantise(x, precision)
+    compiled = torch.compile(quantise, fullgraph=True)(x, precision)
+    for a, b in zip(eager, compiled, strict=True):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_expanded_rows_are_torchaos_for_every_scale_and_element() -> None:

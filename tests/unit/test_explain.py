@@ -549,6 +549,7 @@ WRITTEN: dict[str, tuple[list[Event], str]] = {
     "2⁶⁴ ns": ([*step(), kernel(NORM, 300, 300 + 2**64 / 1e3)], "1 of 11 events are damaged"),
     "start at 0": ([*[dict(e, ts=e["ts"] + 1e15) for e in step()], kernel(NORM, 0, 9)], "1 of 11 events are damaged"),
     "no duration": ([*step(), dict(kernel(NORM, 270, 271), dur=None)], "1 kernels and copies have no duration"),
+    "NaN": ([*step(), dict(kernel(NORM, 270, 271), dur=float("nan"))], "1 of 11 events are damaged"),
     "beyond 64 bits": ([*step(), kernel(NORM, 270, 275, call=1 << 70)], ""),
     "text for a number": ([*step(), kernel(NORM, 270, 275, bytes="many")], "1 of 11 events are damaged"),
     "AMD Instinct MI355X": (step(launched_by="hipLaunchKernel", waits="hipStreamSynchronize"), "is of an AMD GPU (AMD"),

@@ -207,6 +207,14 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("an instruction that the processor lacks", {"train.log": summary((0, -4))}, "rank 0: killed by SIGILL", ["processor"]),
     ("legacy-rocm-build 4021: AMD", {"r0/stderr": " 33%|###   Memory access fault by GPU node-3 (Agent handle: 0x5a) on address 0x7098. Reason: Write access to a "
       "read-only page.\n", "train.log": summary((0, -6))}, "rank 0: Memory access fault by GPU node-3", ["read-only"]),
+    ("vllm 20007: AMD's runtime, and what ended a rank", {"train.log": ":0:rocdevice.cpp            :3020: 5875275709338d us:  Callback: Queue 0x7f4580c00000 aborting with error : "
+      "HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016\n" + summary((0, -15), (2, -6))},
+     "ROCm aborted a queue: HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation", []),
+    ("AMD's memory, told by the kernel", {"dmesg": "[12.5] amdgpu 0000:03:00.0: amdgpu: socket: 1, die: 0, 0 uncorrectable hardware errors detected in total in gfx block\n"
+      "[1234.5] amdgpu 0000:03:00.0: amdgpu: socket: 0, die: 0, 2 new uncorrectable hardware errors detected in umc block\n", "r0/stderr": raised("torch.AcceleratorError: HIP error: unspecified launch failure\n"
+      "HIP kernel errors might be asynchronously reported\nCompile with `TORCH_USE_HIP_DSA` to enable")}, "amdgpu 0000:03:00.0: amdgpu: socket: 0, die: 0, 2 new uncorrectable", []),
+    ("a watchdog's log line, and the time-outs of others", {"train.log": "[rank3]:[E218 04:54:22.86 ProcessGroupNCCL.cpp:1895] [PG ID 2 PG GUID 5 Rank 3] Process group watchdog thread terminated with exception: "
+      "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported\n\n" + watchdog(0)}, "rank 3: ", ["CUDA error: an illegal memory access was encountered"]),
     ("host assertions", {"r1/stderr": "python: /src/gloo/transport/tcp/device.cc:82: void gloo::f(): Assertion `rv != -1' failed.\n",
                          "train.log": summary((1, -6))}, "rank 1: assertion failed (device.cc:82): rv != -1", []),
     ("a shell that tells of a crash", {"train.log": steps(1, 2) + "Segmentation fault (core dumped)\n"}, "Segmentation fault (core dumped)", []),
@@ -271,6 +279,20 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("nemo-run's prefix", {"train.log": raised("ValueError: bad", prefix="i.pretrain/0 [default0]:[rank8]: ")}, "rank 8: ValueError: bad", []),
     ("a logger's prefix", {"train.log": raised("ValueError: bad", prefix="2025-10-31 03:11:02,473 - SimpleTuner - INFO - [rank7]: ")}, "rank 7: ValueError: bad", []),
     ("Kubernetes' prefix", {"train.log": raised("ValueError: bad", prefix="2026-01-17T18:48:10.417752845+01:00 stderr F ")}, "ValueError: bad", []),
+    *[(f"a wrapper's prefix {prefix!r}", {"train.log": steps(1) + raised(GLOO, prefix=prefix.replace("3", "0")) + raised("ValueError: bad\nat\n", prefix=prefix)}, begins, [])
+      for prefix, begins in [
+          ("[pod/train-3/pytorch] ", "ValueError: bad"), ("trainer-3  | ", "ValueError: bad"), ("trainer/3 ", "ValueError: bad"),
+          ("Oct 24 18:00:01 gpu-3 torchrun[812]: ", "ValueError: bad"), ("2026-10-24 18:00:01,123 | ERROR | x:3 - ", "ValueError: bad"), ("> ", "ValueError: bad"),
+          ("2019-06-02T16:13:44.884Z: [1,3]<stderr>:", "rank 3: ValueError: bad"), ("[1,mpirank:3,algo-1]<stderr>:", "rank 3: ValueError: bad"), ("rank3: ", "rank 3: ValueError: bad"),
+      ]],
+    ("a shell behind it", {"train.log": "".join(f"trainer-3  | {line}\n" for line in [*steps(1).replace("[rank0]:", "").splitlines(), "bash: line 1: 42 Segmentation fault", "Segmentation fault (core dumped)"])},
+     "Segmentation fault", []),
+    ("torchrun's summary behind it", {"train.log": steps(1) + summary((1, -9), (0, -6), prefix="trainer-3  | ")}, "rank 1: killed by SIGKILL", []),
+    ("two tasks of mpirun line by line", {"train.log": "".join(a + b for a, b in zip(
+        raised("ValueError: mine", prefix="[1,1]<stderr>:").splitlines(True), raised(GLOO, prefix="[1,0]<stderr>:").splitlines(True), strict=True))},
+     "rank 1: ValueError: mine", []),
+    ("Loki's records", {"train.log": "".join(json.dumps({"labels": {"pod": "a"}, "line": line}) + "\n" for line in raised("ValueError: bad").splitlines())},
+     "ValueError: bad", []),
     ("Docker's file", {"train.log": "".join(json.dumps({"log": f"{line}\n", "stream": "stderr", "time": "t"}) + "\n" for line in raised("ValueError: bad").splitlines())},
      "ValueError: bad", []),
     ("two ranks' tracebacks line by line", {"train.log": "".join(a + b for a, b in zip(
@@ -284,6 +306,11 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
      "rank 0: ValueError: inner", []),
     ("out of the first exception, a second", {"r2/stderr": chained(raised("ValueError: mine", prefix="[rank2]: "), raised(LOST, prefix="[rank2]: "), prefix="[rank2]: ", words=BETWEEN)},
      "rank 2: ValueError: mine", []),
+    ("a stage of a pipeline that ran out of memory", {"r2/stderr": chained(raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB", prefix="[rank2]: "),
+        raised("RuntimeError: \n            [Stage 1] failed to run forward:\n            args: ('Tensor(torch.Size([1, 2048]), grad=False)',)\n            kwargs: {}", prefix="[rank2]: "), prefix="[rank2]: ")},
+     "rank 2: torch.OutOfMemoryError: CUDA out of memory.", []),
+    ("want of memory under another name", {"r2/stderr": chained(raised("torch.OutOfMemoryError: CUDA out of memory."), raised("RuntimeError: training failed"))},
+     "rank 2: torch.OutOfMemoryError: CUDA out of memory.", []),
     ("a full disk, then what the writer says", {"r0/stderr": chained(raised("OSError: [Errno 28] No space left on device"),
                                                                    raised("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598"), words=BETWEEN)},
      "rank 0: OSError: [Errno 28] No space left on device", []),
@@ -307,6 +334,8 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("a thread's exception and one at Python's end are no causes",
      {"r0/stderr": "Exception in thread Thread-1:\n" + raised("ValueError: of a thread") + raised("ValueError: mine")
       + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")}, "rank 0: ValueError: mine", []),
+    ("a thread's exception, where nothing else says why", {"r0/stderr": "Exception in thread Thread-1 (_save):\n" + raised("OSError: [Errno 28] No space left on device"), "train.log": summary((0, 1))},
+     "rank 0: OSError: [Errno 28] No space left on device", []),
     ("lines of a logger beside it", {"r0/stderr": "W1128 import.py: UserWarning: an Error: nothing\nRuntimeError: only a message of a logger\n"
       + raised("moelab.errors.BadInput: unknown field 'x'") + "some more output\nValueError: not an exception either\n"},
      "rank 0: moelab.errors.BadInput: unknown field 'x'", []),
@@ -340,7 +369,25 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("nccl 1664: a link that gave up", {"r8/stderr": "host-8:984:1257 [4] NCCL WARN NET/IB: Got completion from peer 7.6.13.83<36315> with status=12 opcode=1 len=0 vendor err 129 (Send)\n" + raised(LOST, prefix="[rank8]: "),
                                      "r0/stderr": raised(GLOO, prefix="[rank0]: ")},
      "rank 8: NCCL: NET/IB: Got completion from peer 7.6.13.83<36315> with status=12", ["vendor err 129"]),
-    # --- Slurm ---
+    ("nccl 905: a link that flaps, and those who wait for it", {"slurm-1.out": steps(1) + "gpu-1:62:63 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error\n"
+      "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2, len 1, vendor err 129\n" + watchdog(0)},
+     "NCCL: NET/IB : Got async event : port error", []),
+    ("AWS' network", {"slurm-1.out": steps(1) + "gpu-1:62:63 [1] NCCL WARN NET/OFI Request 0x7f completed with error. RC: 5. Error: 113 (unreachable remote), Completed length: 0\n" + watchdog(0)},
+     "NCCL: NET/OFI Request 0x7f completed with error.", ["unreachable remote"]),
+    ("GPUs that do not see each other", {"r3/stderr": "/nvshmem/src/host/mem/mem_heap.cpp:123: [GPU 3] Peer GPU 4 is not accessible, exiting ...\n", "train.log": summary((3, 255))}, "rank 3: NVSHMEM:", ["Peer GPU 4 is not accessible"]),
+    ("a link to a process that gave up", {"slurm-1.out": watchdog(0) + "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2\n"},
+     "rank 0: a collective timed out", []),
+    ("a library of another version", {"train.log": "python: symbol lookup error: /opt/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister\n" + summary((0, 127))}, "python: symbol lookup error: ", ["ncclCommWindowRegister"]),
+    ("a library that is not there", {"train.log": "torchrun: error while loading shared libraries: libpython3.12.so.1.0: cannot open shared object file: No such file or directory\n"}, "torchrun: error while loading", ["libpython3.12"]),
+    # --- containers, Slurm and others that start jobs ---
+    ("pyxis 12: what enroot printed", {"slurm-1.out": "slurmstepd: error: pyxis: child 12004 failed with error code: 1\nslurmstepd: error: pyxis: failed to import docker image\nslurmstepd: error: pyxis: printing contents of log file ...\n"
+      "slurmstepd: error: pyxis:     [INFO] Querying registry\nslurmstepd: error: pyxis:     mkdir: cannot create directory '/run/enroot': Permission denied\nsrun: error: gpu-1: task 0: Exited with exit code 1\n"},
+     "pyxis: mkdir: cannot create directory", ["Permission denied"]),
+    ("pyxis 6: without it", {"slurm-1.out": "slurmstepd: error: pyxis: seccomp filter failed\nsrun: error: gpu-1: task 0: Exited with exit code 1\n"}, "pyxis: seccomp filter failed", []),
+    ("Apptainer", {"slurm-1.out": "FATAL:   While making image from oci registry: no space left on device\nsrun: error: gpu-1: task 0: Exited with exit code 255\n"}, "FATAL: While making image", []),
+    ("Docker has no GPU", {"train.log": 'docker: Error response from daemon: could not select device driver "" with capabilities: [[gpu]].\n'}, "Error response from daemon: could not select device driver", []),
+    ("canu 1214: PBS", {"train.o7": steps(1) + "=>> PBS: job killed: walltime 86415 exceeded limit 86400\n"}, "PBS's time limit was reached: walltime 86415 exceeded limit 86400", []),
+    ("LSF", {"train.log": steps(1) + "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.\nExited with exit code 137.\n"}, "out of memory: TERM_MEMLIMIT: ", []),
     ("a task number before each line", {"train.log": summary((9, 1), (13, -9), prefix="1: ", local=8), "logs/node1/x/attempt_0/1/error.json": recorded(GLOO)}, "rank 13: killed by SIGKILL", []),
     ("torchrun's prefix has the local rank", {"slurm-1.out": raised("ValueError: mine", prefix="1: [default5]:") + summary((9, 1), (13, 1), prefix="1: ", local=8)},
      "rank 13: ValueError: mine", []),
@@ -350,6 +397,12 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("zetta_utils 671: time", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** JOB 494583 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
       + raised("torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15")}, "Slurm's time limit was reached", []),
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
+    ("what is raised for the signal of a time limit", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
+      + raised("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly", prefix="[rank2]: ")}, "Slurm's time limit was reached", []),
+    ("a job that hung until its time limit", {"slurm-7.out": steps(1, 2) + raised("ValueError: mine", prefix="[rank2]: ")
+      + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"}, "rank 2: ValueError: mine", []),
+    ("mpirun", {"train.log": steps(1) + "prterun noticed that process rank 3 with PID 1234 on node gpu-1 exited on signal 9 (Killed).\n"}, "rank 3 on node gpu-1 exited on signal 9", []),
+    ("PALS", {"train.log": steps(1) + "x1921c0s1b0n0.hsn.cm.aurora.alcf.anl.gov: rank 11 died from signal 6 and dumped core\n"}, "x1921c0s1b0n0.hsn.cm.aurora.alcf.anl.gov: rank 11 died from signal 6", []),
     ("cancelled by hand", {"slurm-8.out": "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***\n"}, "JOB 12 was cancelled", []),
     ("trixie 58: Slurm could not start it", {"slurm-8.out": "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired\n"}, "srun: error: Task launch for 36.0 failed on node cn131: Job credential expired", []),
     ("other ranks go on for two steps", {"train.log": steps(1) + raised("ValueError: mine", prefix="[rank1]: ") + steps(2, 3)}, "rank 1: ValueError: mine", []),
@@ -373,13 +426,17 @@ def test_the_cause(tmp_path: Path, files: dict[str, str], begins: str, holds: li
     [
         {"train.log": steps(1) + raised("OSError: 503 Server Error") + steps(2, 3, 4, 5)},
         {"train.log": steps(1) + summary((0, 1)) + steps(1, 2, 3, 4)},
+        {"train.log": steps(1) + "slurmstepd: error: *** JOB 4 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n" + steps(1, 2, 3)},
         {"train.log": steps(1, 2) + watchdog(0) + "[titan] Training completed\n"},
+        {"train.log": steps(1, 2) + "[titan] Training completed\n", "slurm-1.out": "FATAL:   no overlay\n" + raised("requests.exceptions.HTTPError: 503")},
+        {"train.log": steps(1, 2), "dmesg": "[1.2] Out of memory: Killed process 77 (firefox) total-vm:9kB\n[1.3] nvidia-smi[44]: segfault at 0 ip 0 sp 0 error 4 in libc.so[7f]\n"},
+        {"train.log": steps(1, 2), "slurm-1.out": "slurmstepd: error: pyxis: couldn't get list of existing containers\n"},
         {"train.log": steps(1, 2) + "gpu-1:62:63 [1] init.cc:12 NCCL WARN NET/IB : No device found, timeout ignored.\n"},
         {"train.log": steps(1, 2) + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")},
         {"train.log": steps(1, 2), "dmesg": "[19277.97] NVRM: Xid (PCI:0000:97:00): 79, GPU has fallen off the bus.\n"},
         {"train.log": steps(1, 2) + "DeepEP initialized with NCCL version: 2.30.4 (loaded library)\n"},
     ],
-    ids=["a retry that helped", "torchrun started it again", "after the end", "a warning", "Python's end", "an old Xid", "a greeting"],
+    ids=["a retry that helped", "torchrun started it again", "Slurm started it again", "after the end", "before the end, elsewhere", "processes of others", "a container's warning", "a warning", "Python's end", "an old Xid", "a greeting"],
 )  # fmt: skip
 def test_what_a_job_got_over_is_no_failure(tmp_path: Path, files: dict[str, str]) -> None:
     (run,) = collect(left(tmp_path, files))
@@ -614,9 +671,36 @@ def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp
         collect(tmp_path)
 
 
+def test_the_logs_of_single_ranks_are_one_run_with_the_memory_of_the_fullest(tmp_path: Path) -> None:
+    fuller = steps(1, 2, 3, rank=1).replace("60.00GiB", "63.00GiB")
+    (run,) = collect(left(tmp_path, {"out.0": steps(1, 2, 3), "out.1": fuller}))
+    assert run.rows["memory_gib"].tolist() == [63.0] * 3
+
+
+def test_of_two_runs_in_one_log_the_last_failed(tmp_path: Path) -> None:
+    earlier = steps(1, 2).replace("loss:  8", "loss:  7").replace("2026-", "2025-")
+    left(tmp_path, {"train.log": earlier + steps(1, 2) + raised("ValueError: mine")})
+    runs = collect(tmp_path / "train.log")
+    assert [(run.status.state, run.status.reason) for run in runs] == [
+        (State.UNKNOWN, None),
+        (State.FAILED, "ValueError: mine"),
+    ]
+
+
+def test_a_file_that_is_no_log_hides_none(tmp_path: Path) -> None:
+    left(tmp_path, {"old.log": "PK\x03\x04"})
+    with pytest.raises(BadInput, match=r"left out: .*old\.log is a zip archive"):
+        collect(tmp_path)
+    (run,) = collect(left(tmp_path, {"train.log": steps(1, 2, 3) + raised("ValueError: mine")}))
+    assert (len(run.rows), run.status.reason) == (3, "ValueError: mine")
+    assert "old.log is a zip archive" in run.notes[0]
+
+
 def test_a_folder_of_logs_without_steps_or_failure_names_them(tmp_path: Path) -> None:
-    left(tmp_path, {"train.log": "starting\n"})
-    with pytest.raises(BadInput, match=r"train\.log"):
+    with pytest.raises(BadInput, match="nothing in it is a log"):
+        collect(tmp_path)
+    left(tmp_path, {"train.log": "starting\n {'loss': 7.2}\n"})
+    with pytest.raises(BadInput, match=r"in train\.log either; these look like the Hugging Face Trainer's lines"):
         collect(tmp_path)
 
 

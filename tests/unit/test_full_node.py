@@ -12,8 +12,8 @@ from typing import Any
 import h100_full_node as driver
 import plotly.graph_objects as go
 import pytest
-from validation.full_node import ARMS, HARDWARE, STOCK, node_job, predictions
-from validation.shapes import DEEPEST, NODE_SHAPES, SHAPES, SMALL, thin_job
+from validation.full_node import ARMS, STOCK, node_job, predictions
+from validation.shapes import NODE_SHAPES, SHAPES, SMALL, thin_job
 from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import arm_results
@@ -23,7 +23,6 @@ from moelab.projection.measured import (
     DRY_RUN,
     EP_DEGREES,
     FULL_NODE,
-    ROUTINGS,
     SCALING,
     TWO_BY_TWO,
     Measurement,
@@ -61,20 +60,6 @@ def read(content: Mapping[str, Any], folder: Path) -> Measurement:
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
-
-
-def test_every_step_is_predicted_once() -> None:
-    content = load_predicted()
-    places = sorted((row["hardware"], *(row[name] for name in Place._fields)) for row in content["rows"])
-    assert places == sorted(
-        (hardware, shape, ep, routing, arm)
-        for hardware in HARDWARE
-        for shape, degrees in ((SCALING, EP_DEGREES), (SMALL, EP_DEGREES), (DEEPEST[hardware], (8,)))
-        for ep in degrees
-        for routing in ROUTINGS
-        for arm in ARMS
-    )
-    assert all(row["interval"][0] < row["tps"] < row["interval"][1] for row in content["rows"])
 
 
 def test_predictions_are_those_of_the_step_model() -> None:

@@ -221,9 +221,9 @@ def test_a_kernel_log_without_and_one_that_may_not_be_read(tmp_path: Path) -> No
     assert "do not answer" in absent.found
 
 
-def card(name: str, state: str, link: str, rate: str) -> dict[str, str]:
-    folder = f"sys__class__infiniband__{name}__ports__1"
-    return {f"{folder}__state": state, f"{folder}__phys_state": link, f"{folder}__rate": rate}
+def card(name: str, state: str, link: str, rate: str, layer: str = "InfiniBand\n") -> dict[str, str]:
+    port = {"state": state, "phys_state": link, "rate": rate, "link_layer": layer}
+    return {f"sys__class__infiniband__{name}__ports__1__{file}": text for file, text in port.items()}
 
 
 def test_links_of_network_cards(tmp_path: Path) -> None:
@@ -231,10 +231,11 @@ def test_links_of_network_cards(tmp_path: Path) -> None:
     up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
     down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
     slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
+    slow |= card("mlx5_an0", *up[:2], "40 Gb/sec (4X QDR)\n", layer="Ethernet\n")
     found = by_name(check_rdma(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
     assert found["RDMA devices"].severity == "warning"
     assert "mlx5_b (1: DOWN, 3: Disabled)" in found["RDMA devices"].found
-    assert found["RDMA rate"].found == "mlx5_c 25 GB/s"
+    assert found["RDMA rate"].found == "mlx5_c 25 GB/s"  # and not the Ethernet card, as of Azure's ND H100 v5
     assert found["RDMA rate"].cause.startswith("the others have 50 GB/s")
     unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
     (alone,) = check_rdma(node(tmp_path / "c", {}, **unmanaged))

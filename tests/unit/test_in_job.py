@@ -81,15 +81,20 @@ def stops(step: int) -> Ranks:
     return ranks
 
 
-def is_sent(number: signal.Signals, error: str = "") -> Ranks:
-    """SIGTERM comes while the ranks run, perhaps because one of them on the second node raised something."""
+def is_ended(*, error: str = "", late: bool = False, cancelled: bool = False) -> Ranks:
+    """SIGTERM comes while the ranks run: one on the second node failed, time is up, or `moelab cancel` asked."""
 
     def ranks(start: Start, is_over: Callable[[], object]) -> int:
         if error:
             place = start.logs / "node1" / "7_1-0_abc" / "attempt_0" / "0"
             place.mkdir(parents=True)
             (place / "error.json").write_text(json.dumps({"message": {"message": error, "extraInfo": {}}}))
-        signal.raise_signal(number)
+        if cancelled:
+            start.run.set_status(replace(start.run.status, reason=BY_CANCEL))  # which it writes before it asks Slurm
+        if late:
+            signal.raise_signal(signal.SIGUSR1)
+            assert start.signals.save
+        signal.raise_signal(signal.SIGTERM)
         assert is_over()
         assert start.run.status.state is not State.RUNNING  # written before the ranks are waited for
         return TERMINATED
@@ -97,23 +102,18 @@ def is_sent(number: signal.Signals, error: str = "") -> Ranks:
     return ranks
 
 
-def test_a_finished_run_is_completed_and_collected(run: RunDir, account: Account) -> None:
-    code, status = account(trains(STEPS))
-    assert (code, status.state, status.job_id, status.attempts) == (0, State.COMPLETED, "7_1", 1)
-    assert (run.path / "results.json").exists()
-    assert json.loads((run.path / "environment.json").read_text())["hosts"] == 2
-
-
-def test_a_stopped_run_is_requeued_and_its_next_start_adds_to_it(run: RunDir, account: Account) -> None:
+def test_a_stopped_run_is_requeued_and_its_next_start_completes_it(run: RunDir, account: Account) -> None:
     code, status = account(stops(2))
-    assert (code, status.state) == (REQUEUE_CODE, State.SUBMITTED)
+    assert (code, status.state, status.job_id, status.attempts) == (REQUEUE_CODE, State.SUBMITTED, "7_1", 1)
     assert status.reason == f"saved step 2 of {STEPS} before the time limit; requeued"
     first = (run.path / "launch" / "command.sh").read_text()
     code, status = account(trains(STEPS), restarts=1)
     assert (code, status.state, status.attempts) == (0, State.COMPLETED, 2)
     assert (run.path / "launch" / "command.sh").read_text() == first
     assert "--rdzv-id=7_1-1" in (run.path / "launch" / "command-2.sh").read_text()
-    assert json.loads((run.path / "environment-2.json").read_text())["hosts"] == 2
+    for name in ("environment.json", "environment-2.json"):
+        assert json.loads((run.path / name).read_text())["hosts"] == 2
+    assert (run.path / "results.json").exists()
 
 
 def test_a_run_is_not_requeued_for_ever(run: RunDir, account: Account) -> None:
@@ -125,6 +125,7 @@ def test_a_run_is_not_requeued_for_ever(run: RunDir, account: Account) -> None:
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:23"
 ONLY_SLURM_KNOWS = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
+LATE = "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
 
 
 @pytest.mark.parametrize(
@@ -132,9 +133,11 @@ ONLY_SLURM_KNOWS = "ended by SIGTERM: cancelled, preempted, out of time, or a no
     [
         (trains(2), 1, State.FAILED, f"training ended at step 2 of {STEPS}"),
         (trains(2, code=1), 1, State.FAILED, "torchrun ended with exit code 1; see train.log"),
-        (is_sent(signal.SIGTERM, "ValueError: bad"), TERMINATED, State.FAILED, "rank 1: ValueError: bad"),
-        (is_sent(signal.SIGTERM), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
-        (is_sent(signal.SIGTERM, CLOSED), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),
+        (is_ended(error="ValueError: bad"), TERMINATED, State.FAILED, "rank 1: ValueError: bad"),
+        (is_ended(), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
+        (is_ended(error=CLOSED), TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),
+        (is_ended(late=True), TERMINATED, State.FAILED, LATE),
+        (is_ended(cancelled=True), TERMINATED, State.CANCELLED, BY_CANCEL),
     ],
 )
 def test_a_run_that_did_not_complete_has_its_reason(
@@ -142,22 +145,6 @@ def test_a_run_that_did_not_complete_has_its_reason(
 ) -> None:
     ended, status = account(ranks)
     assert (ended, status.state, status.reason) == (code, state, reason)
-
-
-def test_a_job_that_ends_while_it_is_being_cancelled_says_so(run: RunDir, account: Account) -> None:
-    def ranks(start: Start, is_over: Callable[[], object]) -> int:
-        run.set_status(replace(run.status, reason=BY_CANCEL))  # what `cancel` writes before it asks Slurm
-        return is_sent(signal.SIGTERM)(start, is_over)
-
-    _, status = account(ranks)
-    assert (status.state, status.reason) == (State.CANCELLED, BY_CANCEL)
-
-
-def test_a_time_limit_that_comes_before_the_checkpoint_is_said(account: Account, signals: Signals) -> None:
-    signal.raise_signal(signal.SIGUSR1)
-    assert signals.save
-    _, status = account(is_sent(signal.SIGTERM))
-    assert status.reason == "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
 
 
 def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals, account: Account) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -186,10 +188,34 @@ def test_experts_are_whole_where_the_product_takes_them(ep: int, dimension: str,
         grouped_mm(x, weights.transpose(-2, -1), torch.tensor([32], dtype=torch.int32))
     except NotWholeBlocks:
         (reason,) = verdict.reasons
-        assert f"it needs multiples of 32 features, and {dimension} is {size}" in reason
+        assert f"it needs features in multiples of 32, and {dimension} is {size}" in reason
     else:
         assert verdict.legal
     assert check(Experiment(precision="fp8", ep=ep, shape={dimension: size})).legal == (size % 16 == 0)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "kernels", "block"),
+    [
+        ("b200_node", "auto", 128),
+        ("local", "native", 128),
+        ("b200_node", "emulated", 32),
+        ("h200_node", "auto", 32),
+        ("mi355x_node", "auto", 32),
+    ],
+)
+def test_native_mxfp8_takes_the_features_that_torchao_does(hardware: str, kernels: str, block: int) -> None:
+    """gpt-oss has 2,880; a kernel of torchao's asserts multiples of 128 on SM100 alone."""
+    for shape in ({"dim": 2880}, {"moe_hidden_dim": 160}, {"dim": 256}):
+        ((name, size),) = shape.items()
+        verdict = check(Experiment(precision="mxfp8", mxfp8_kernels=kernels, hardware=hardware, shape=shape))
+        assert verdict.legal == (size % block == 0)
+        told = "128 with native kernels, and of 32 with mxfp8_kernels=emulated" if block == 128 else "multiples of 32"
+        assert verdict.legal or f"{told}, and {name} is {size}" in verdict.reasons[0]
+    package = find_spec("torchao.prototype.moe_training")
+    assert package is not None
+    kernel = Path(str(package.origin)).parent / "kernels" / "mxfp8" / "cutedsl_quantize_2d_1x32.py"
+    assert f"assert K % {rules.NATIVE_BLOCK} == 0" in kernel.read_text()
 
 
 @pytest.mark.parametrize("size", [80, 96])

@@ -285,17 +285,6 @@ def test_a_scheduler_that_does_not_answer_is_said(tmp_path: Path, view: Any) -> 
     assert "as last seen; timed out" in shown.message.value
 
 
-def test_the_thread_looks_by_itself(tmp_path: Path) -> None:
-    run = running(tmp_path / "runs")
-    seen = threading.Event()
-    shown = LiveView(tmp_path / "runs", interval_s=0.5)
-    shown_in_a_browser(shown)
-    shown.place.children[0].send = lambda _message: seen.set()
-    log_another_step(run)
-    assert seen.wait(60)
-    shown.stop()
-
-
 def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
     running(tmp_path)
     answer = [Status(state=State.RUNNING)]
@@ -319,8 +308,3 @@ def test_the_thread_ends_with_the_variable_that_held_the_view(tmp_path: Path) ->
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_prepared_runs_can_be_shown(tmp_path: Path, view: Any) -> None:
-    run = directory.create(tmp_path, experiment())
-    assert view().shown.options == (run.name,)

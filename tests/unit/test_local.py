@@ -113,7 +113,6 @@ FAILURES = {
     "rank_killed": ("rank 1: killed by SIGKILL (often the system running out of memory)", 2),
     "nan": ("rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 2),
     "nan_unseen": ("loss is nan at step 4 (segment 0)", 4),
-    "inf_unseen": ("loss is inf at step 4 (segment 0)", 4),
     "short": ("training ended at step 2 of 4", 2),
     "wordless": ("torchrun ended with exit code 7; see train.log", 0),
     "torn": ("torchrun ended with exit code 1; see train.log", 1),
@@ -432,14 +431,14 @@ def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str, monkeypatch: p
 def test_a_line_says_where_a_study_is_and_what_is_left_at_a_steady_pace() -> None:
     study = make_study("s", {"steps": 10}, [BF16, MXFP8], [0, 1])
     now, said = [0.0], list[str]()
-    progress = Progress(study, iter([3]), said.append, interval_s=0.0, clock=lambda: now[0])
+    progress = Progress(study, [3], said.append, interval_s=0.0, clock=lambda: now[0])
 
     def train(index: int, *, start_s: float, step_s: float, steps: int = 10) -> None:
         progress.start(index)
         now[0] += start_s
         for step in range(1, steps + 1):
             now[0] += step_s
-            progress.rows([{"step": step, "loss": 8.0 - step / 10, "tps": 1234.5}])
+            progress.row({"step": step, "loss": 8.0 - step / 10, "tps": 1234.5})
 
     train(0, start_s=10, step_s=2, steps=3)
     assert said[0] == "s | bf16_standard | seed 0 | step 0/10 | starting"
@@ -460,5 +459,5 @@ def test_lines_keep_their_distance() -> None:
     progress.start(0)
     for step in range(1, 11):
         now[0] += 1.0
-        progress.rows([{"step": step, "loss": 8.0, "tps": 1234.5}])
+        progress.row({"step": step, "loss": 8.0, "tps": 1234.5})
     assert [line.split(" | ")[3] for line in said] == ["step 0/10", "step 1/10", "step 6/10"]

@@ -112,6 +112,8 @@ FORMS: dict[str, tuple[str, dict[str, float]]] = {
     "other order": ("step: 1/500  loss: 12.25  lr: 3.0e-04  tps: 2,361  memory: 42496 MiB (43.75 %)", {"lr": 3e-4}),
     "separators": ("step: 1 | loss: 12.25 | MEMORY | tps: 2,361, grad_norm: 0.5", {"grad_norm": 0.5}),
     "elapsed": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  elapsed: 0:00:03", {}),
+    "in thousands": ("step: 1  loss: 12.25  MEMORY  tps: 2.361k  tflops: --  mfu: 13.5%", {"mfu": 13.5}),
+    "no sign": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  mfu: 13.5", {"mfu": 13.5}),
     "infinite": ("step: 1  loss: 12.25  grad_norm:  INF  MEMORY  tps: 2,361", {"grad_norm": math.inf}),
 }  # fmt: skip
 
@@ -132,6 +134,8 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
     assert read_log(torn).rows["step"].tolist() == [1, 3]  # `4,0` is no number with thousands
     longer = [stamped(n, step(n, 7.25)) for n in (3, 4)]
     assert read_log([stamped(2, short.format(2, "00")), *longer]).rows["step"].tolist() == [3, 4]
+    percent = [stamped(n, short.format(n, "00  mfu: 13.5") + "0%") for n in (3, 4)]
+    assert read_log([*percent, percent[0].replace("step: 3", "step: 5")[:-5]]).rows["step"].tolist() == [3, 4]
 
 
 COLOURED = "\x1b[31mstep: {:2}  \x1b[32mloss: {:8.5f}  \x1b[33mmemory: 1.00GiB(1.00%)  \x1b[34mtps: 4,000\x1b[39m"
@@ -417,10 +421,13 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
         ("", "it is empty"),
         ("[titan] Training starts at step 1.\n", "training started but logged no step"),
         ("step: 1  loss: 7,20000  memory: 1,00GiB(1,00%)  tps: 4.000  mfu: N/A\n", "decimal comma ('loss: 7,20000')"),
+        ("step: 1  loss: 7.2  memory: 1.00GiB(1.00%)  tps: 4_000  mfu: N/A\n", "cut off or in another format"),
         ("step:  1  los\nfoo\n", "cut off or in another format"),
         (" iteration       10/     100 | consumed samples: 80 | lm loss: 7.2E+00 |", "look like Megatron-LM's lines"),
         ("Training epoch 0, iteration 10/99 | lr: 1e-4 | reduced_train_loss: 7.2", "look like NeMo's"),
         ("{'loss': 7.2, 'grad_norm': 1.1, 'learning_rate': 1e-4, 'epoch': 0.1}", "the Hugging Face Trainer's"),
+        ('{"loss": 7.2, "grad_norm": 1.1, "learning_rate": 1e-4}', "the Hugging Face Trainer's"),
+        ("step 10 | epoch 0 | loss 7.2 | grad_norm 1.2 | lr 1e-5 | tps 4000.0", "look like NeMo's"),
         ("1|10|Loss: 7.2: 10%", "torchtune's"),
         ("steps: 10 loss: 7.2000 iter time (s): 0.5 samples/sec: 100", "DeepSpeed's"),
         ("completed step: 10, seconds: 2.0, TFLOP/s/device: 300.0, loss: 7.2", "MaxText's"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi, with_files
+from processes import program
 
 from moelab import cli, machine
 from moelab.health.node import check_gpus, report
@@ -192,13 +193,13 @@ esac"""
 
 
 def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = smi(body="sleep 20 & wait")  # killed, its child still holds the pipe, as a driver that hangs does
+    stand_in = smi(body="sleep 20 & wait")  # killed, its child still holds the pipe, as a driver that hangs does
     monkeypatch.setattr(machine, "COMMAND_TIMEOUT_S", 0.2)
     start = time.monotonic()
     assert gpu_problem() == "nvidia-smi fails: no answer within 0.2 s"
-    assert machine.run_command([str(program)]) is None
+    assert machine.run_command([str(stand_in)]) is None
     assert time.monotonic() - start < 15
-    program.write_bytes(b"\x7fELF of another architecture")
+    stand_in.write_bytes(b"\x7fELF of another architecture")
     forget()
     assert gpu_problem() == "nvidia-smi fails: Exec format error"
 
@@ -242,7 +243,7 @@ AMD_SMI = "GPU: 0\n    ASIC:\n        MARKET_NAME: AMD Instinct MI350X\n        
 
 
 @pytest.mark.parametrize(
-    ("program", "said", "found"),
+    ("name", "said", "found"),
     [
         ("rocm-smi", ROCM_SMI, "rocm-smi lists 2 × AMD Instinct MI355X"),
         ("amd-smi", AMD_SMI, "amd-smi lists 1 × AMD Instinct MI350X"),
@@ -251,10 +252,9 @@ AMD_SMI = "GPU: 0\n    ASIC:\n        MARKET_NAME: AMD Instinct MI350X\n        
     ],
 )
 def test_gpus_of_amd_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: str, found: str | None
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, said: str, found: str | None
 ) -> None:
-    (tmp_path / program).write_text(f"#!/bin/sh\ncat <<'P'\n{said}\nP\n")
-    (tmp_path / program).chmod(0o755)
+    program(tmp_path, name, f"cat <<'P'\n{said}\nP")
     without_nvidia_smi(monkeypatch, tmp_path)
     assert gpu_problem() == found
     if found:

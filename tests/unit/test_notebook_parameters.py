@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
-import re
 import symtable
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
 import yaml
-from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, sources
+from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, parameters_of, sources
 from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
 
-from moelab import notebooks
 from moelab.errors import BadInput
-from moelab.notebooks import ConvergenceParameters, parameter_names, read_parameters, validated
+from moelab.notebooks import parameter_names, read_parameters, validated
 
 PROFILES = sorted((ROOT / "papermill_params").glob("*/*"))
-
-
-def schema_of(notebook: Path) -> type[BaseModel]:
-    """What the notebook itself checks its parameters against."""
-    (name,) = re.findall(r"= validated\((\w+), globals\(\)\)", "".join(sources(notebook.stem)))
-    schema: type[BaseModel] = getattr(notebooks, name)
-    return schema
 
 
 class Small(BaseModel):
@@ -141,8 +133,7 @@ def test_a_line_that_was_deleted_is_missing_though_the_kernel_holds_its_value() 
 # 06_compare_convergence
 
 
-def convergence(**given: Any) -> ConvergenceParameters:
-    return validated(ConvergenceParameters, default_values("06_compare_convergence") | given)
+convergence = partial(parameters_of, "06_compare_convergence")
 
 
 def test_the_study_of_the_parameters() -> None:
@@ -194,16 +185,14 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
     ],
 )
 def test_a_value_out_of_its_bounds_is_refused_by_name(notebook: str, wrong: dict[str, list[Any]]) -> None:
-    schema, values = schema_of(ROOT / "notebooks" / f"{notebook}.ipynb"), default_values(notebook)
-    for name, value in ((name, value) for name, values_of in wrong.items() for value in values_of):
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(BadInput, match=rf"^{name}: got "):
-            validated(schema, values | {name: value})
+            parameters_of(notebook, **{name: value})
 
 
 def test_a_precision_without_a_speed_is_sent_to_the_notebook_of_its_numbers() -> None:
-    schema, name = schema_of(ROOT / "notebooks" / "07_compare_throughput.ipynb"), "07_compare_throughput"
     with pytest.raises(BadInput, match="notebook 06 trains it"):
-        validated(schema, default_values(name) | {"precision": "nvfp4"})
+        parameters_of("07_compare_throughput", precision="nvfp4")
 
 
 # Every notebook and parameter file here
@@ -236,9 +225,8 @@ def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebo
     assert all(" = " in line and "  # " in line for line in parameters_cell(notebook.stem).splitlines())
     values = default_values(notebook.stem)
     assert all(isinstance(value, str | int | float | bool) for value in values.values())
-    schema = schema_of(notebook)
-    assert list(schema.model_fields) == parameter_names(notebook)
-    assert validated(schema, values).model_dump() == values
+    assert list(parameters_of(notebook.stem).model_dump()) == parameter_names(notebook)
+    assert parameters_of(notebook.stem).model_dump() == values
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -250,7 +238,7 @@ def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     assert len(bound) > 2
     assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
     namespace = values | bound | {"In": ["", own, check, *others, own, check]}
-    assert validated(schema_of(notebook), namespace).model_dump() == values
+    assert validated(type(parameters_of(notebook.stem)), namespace).model_dump() == values
 
 
 def names_bound_at_its_top(cell: str) -> set[str]:
@@ -264,14 +252,13 @@ def test_a_parameter_file_fits_its_notebook(file: Path) -> None:
     notebook = ROOT / "notebooks" / f"{file.parent.name}.ipynb"
     assert file.suffix == ".yaml"
     assert notebook.exists()
-    given, schema = read_parameters(file), schema_of(notebook)
-    accepted = validated(schema, default_values(notebook.stem) | given)
-    for name in dir(schema):
+    accepted = parameters_of(notebook.stem, **read_parameters(file))
+    for name in dir(accepted):
         if name.startswith("to_"):  # the rules of what is made from them: a study, a layout
             getattr(accepted, name)()
     # Types as they are written, without help: `lr: 1e-4` would be text.
     for name, value in yaml.safe_load(file.read_text()).items():
-        assert not (isinstance(value, str) and schema.model_fields[name].annotation in (int, float, bool)), name
+        assert not (isinstance(value, str) and type(accepted).model_fields[name].annotation in (int, float, bool)), name
 
 
 def test_every_notebook_has_the_profile_of_a_cpu() -> None:

@@ -180,7 +180,12 @@ def test_a_search_without_an_answer_is_refused(call: Any) -> None:
     assert answer.code == 3
     assert "none fits. The closest" in answer.out
     assert call(*overrides(model="Qwen3-235B-A22B"), "--search").err.count("--from-hf") == 1
-    assert call(*overrides(dispatch_precision="fp8"), "--search", "--json").json["candidates"] == []
+    for hardware in ("local", "b200_node"):
+        illegal = overrides(dispatch_precision="fp8", hardware=hardware, nodes=1)
+        assert call(*illegal, "--search", "--json").json["candidates"] == []
+        assert "\ndispatch_precision is fp8: standard sends" in call(*illegal, "--search").out
+    for option in (("--global-batch", "8"), ("--ranks", "0")):
+        assert f"{option[0]} is of --" in call(*overrides(), *option).err
 
 
 def test_a_plan_loads_no_torch_and_takes_no_time(tmp_path: Path) -> None:

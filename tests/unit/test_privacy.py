@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[2]
         ("https://K@host.org, https://a:p@ss@host.org?token=K", "https://***@host.org, https://***@host.org?token=***"),
         ("--rdzv-endpoint=gpu-17:29500 MASTER_ADDR=10.0.0.4", "--rdzv-endpoint=HOST:29500 MASTER_ADDR=HOST"),
         ("--rdzv-endpoint=localhost:0", "--rdzv-endpoint=localhost:0"),
+        ("g++ -I/home/ada/v/include -L/Users/ada/lib", "g++ -I~/v/include -L~/lib"),
+        ("/var/tmp/torchinductor_ada/xy/c.cpp", "/var/tmp/torchinductor_USER/xy/c.cpp"),
     ],
 )
 def test_places_of_any_machine_and_no_more_than_a_key(before: str, after: str) -> None:
@@ -66,6 +68,7 @@ def test_places_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         'bytes_per_token: int, "ranks_of_a_token": 1.9, bos_token="<s>", self.token_dispatcher = made',
         "--use-api-key --steps 3, ssh://git@github.com/x, https://example.org/?at=a@b, api_key == given",
         "root mean square of runs/s/bf16_standard/seed0",
+        "x@self.weight, x@y.z(), a//b // c, git@github.com:x/y.git, torch@2.14.0, train@t.py",
         "data:image/png;base64,iVBORw0KGgo/AAA+/9j/4AAQ==",
     ],
 )
@@ -83,6 +86,12 @@ def test_everything_else_stays(text: str) -> None:
         ("in /scratch/ada", "in …"),
         ("PATH=/opt/ada/bin:/usr/bin", "PATH=…:…"),
         ("<b>/scratch/ada/train.log</b>", "<b>…/train.log</b>"),
+        ("g++ -I/scratch/ada/include", "g++ -I…"),
+        ("cannot open //scratch/ada/train.log", "cannot open …/train.log"),
+        (
+            "mailto:ada@example.org, ada@login01.x.edu: Permission denied.",
+            "mailto:USER@HOST, USER@HOST: Permission denied.",
+        ),
     ],
 )
 def test_a_plain_text_keeps_the_name_of_a_file_alone(before: str, after: str) -> None:
@@ -128,7 +137,18 @@ def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
 
 
 UNITS = ("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\")
-UNITS += ("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b[")
+UNITS += (
+    "-----BEGIN RSA PRIVATE KEY-----",
+    "eyJ",
+    "eyJ.",
+    "docker login ",
+    " -u a",
+    "cookie: ",
+    "xoxb-1-",
+    "\x1b[",
+    "a@b.",
+    "a@",
+)
 
 
 @pytest.mark.parametrize("unit", UNITS)

@@ -159,8 +159,9 @@ def test_hardware_without_figures_and_impossible_figures_are_bad_input() -> None
             with_network(cluster_of("b200_x256"), bandwidth)
     with pytest.raises(BadInput, match="no constant 'speed'"):
         with_values(speed=1.0)
-    with pytest.raises(BadInput, match="give a positive number"):
-        with_values(nccl_network=0.0)
+    for value in (0.0, math.nan, math.inf):
+        with pytest.raises(BadInput, match="give a positive number"):
+            with_values(nccl_network=value)
 
 
 @pytest.mark.parametrize(

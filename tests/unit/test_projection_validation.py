@@ -25,7 +25,7 @@ from moelab.experiment import Precision, Routing
 from moelab.model import shape_of
 from moelab.projection.calibration import CALIBRATION, fitted, with_values
 from moelab.projection.gemm import products_by_module
-from moelab.projection.job import INDEX, PASS_INDEX
+from moelab.projection.job import INDEX, PART_SPREAD, PASS_INDEX
 from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.projection.published import (
     ARMS,
@@ -36,7 +36,6 @@ from moelab.projection.published import (
     published_job,
     remaining,
 )
-from moelab.projection.uncertainty import PART_SPREAD
 from moelab.projection.validation import (
     H100_LATER,
     ONE_NODE,

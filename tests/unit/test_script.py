@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from processes import program
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import parse
@@ -103,7 +104,7 @@ class Ran:
     files: list[str]
 
 
-STUB = """#!/bin/bash
+STUB = """\
 {{ printf '%s\\0' "$@"; printf '\\n\\0'; }} >>{record}/{name}
 {more}
 """
@@ -118,9 +119,7 @@ def run_script(script: str, folder: Path, *, srun: str = "", meanwhile: Watcher 
     for part in (record, programs, work):
         part.mkdir()
     for name, more in (("srun", f"env -0 >{record}/env\n{srun}"), ("scontrol", ""), ("module", ""), ("conda", "")):
-        file = programs / name
-        file.write_text(STUB.format(record=record, name=name, more=more))
-        file.chmod(0o755)
+        program(programs, name, STUB.format(record=record, name=name, more=more), shell="/bin/bash")
     (folder / "job.sbatch").write_text(script)
     slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "SLURMD_NODENAME": "n0"}
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(work), "LANG": "C.UTF-8", **slurm}

@@ -56,7 +56,7 @@ def test_a_grid_has_every_choice_as_the_explorer_shows_it_and_each_figure_once(g
     content = json.loads(script.removeprefix('moelabGrids["05_x"] = ').removesuffix(";\n"))
     states = content["states"]
     assert list(states) == ["0,0", "0,1", "1,0", "1,1", "2,0", "2,1"]
-    assert [states[key]["words"] for key in ("0,0", "0,1")] == ["<b>red</b>", "<b>blue</b>"]
+    assert ["red" in states["0,0"]["words"], "blue" in states["0,1"]["words"]] == [True, True]
     assert states["2,0"]["figures"] == {}
     assert "height is 3; valid: 1 and 2" in states["2,0"]["words"]
     figures = [json.loads(gzip.decompress(base64.b64decode(packed))) for packed in content["figures"]]

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import program
 
 from moelab.launch import slurm
 from moelab.launch.slurm import (
@@ -217,11 +218,6 @@ def test_any_other_failure_of_squeue_is_not_hidden(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(slurm, "call", Mock(side_effect=refused))
     with pytest.raises(SlurmError, match="Unable to contact"):
         slurm.queue()
-
-
-def program(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
 
 
 def test_a_command_s_own_words_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,10 @@ def test_slow_steps_are_slow_for_all_ranks() -> None:
 def test_times_come_from_the_files_that_torchtitan_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [sys.executable, "-c", LOGGING, str(tmp_path), "0.002", "0.002", "0.04", "0.002"]
     subprocess.run(arguments, check=True, capture_output=True)
+    first, *_ = sorted((tmp_path / "structured_logs").glob("*.jsonl"))
+    first.write_bytes(
+        b'{"log_type_name": "fetching_batch_end", "ste\xff\n[1] fetching_batch_end\n' + first.read_bytes()
+    )
     times = read_own_times(tmp_path / "structured_logs")
     assert sorted(zip(times["step"], times["rank"], strict=True)) == [
         (step, rank) for step in (1, 2, 3) for rank in range(4) for _ in range(2)

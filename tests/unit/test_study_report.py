@@ -17,6 +17,7 @@ import pytest
 from figure_support import shown_page
 from run_support import ENDS, ENVIRONMENT, STEPS, curve, make_run, make_study
 from secret_shapes import SHAPES
+from stand_in import validation_line
 
 from moelab import data
 from moelab.analysis.verdict import Answer
@@ -113,6 +114,8 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
         run_of(tmp_path / "all", "mxfp8", seed, ENDS[seed], held_out=5.5)
     run_of(tmp_path, "bf16", 4, 5.0, held_out=5.5)
     run_of(tmp_path, "mxfp8", 4, 5.0)
+    short = run_of(tmp_path, "mxfp8", 5, 5.0)
+    short.log.write_text(short.log.read_text() + validation_line(STEPS // 2, 7.5))
     (none,) = judge_study(tmp_path / "all" / "runs" / "s").held_out
     assert none.answer is Answer.INSUFFICIENT
     assert "4 of 4 seeds diverged in the reference BF16 and not in MXFP8" in none.sentence()
@@ -120,8 +123,8 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     (held_out,) = judged.held_out
     assert held_out.seeds == (1, 2, 3)
     assert held_out.answer is Answer.DIFFERENT
-    assert "1 of 5 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
-    assert "Left out: MXFP8, seed 4: no held-out loss was logged" in held_out.sentence()
+    assert "1 of 6 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)" in held_out.sentence()
+    assert f"Left out: MXFP8, seeds 4, 5: no held-out loss was logged at step {STEPS}" in held_out.sentence()
     json.dumps(judged.to_json(), allow_nan=False)
     shown = shown_page(report_of(tmp_path / "runs" / "s")).replace("the held-out loss is nan", "")
     assert not re.search(r"\bnan\b", shown, re.I)
@@ -197,7 +200,7 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
         "20 steps, 4 seeds each."
     )
     faster, _, what = summary_of(study.parents[1], gpu="NVIDIA B200", kernels="native").values()
-    assert faster.startswith("MXFP8 over BF16 (both standard all-to-all): -50.0 % (95 % interval ")
+    assert faster.startswith("MXFP8 over BF16 (both standard all-to-all): -50.0 % tokens/s (95 % interval ")
     assert what.startswith("nano on 2 × NVIDIA B200, ")
     captions = [figure.caption.split(":")[0] for figure in report_figures(judge_study(study))]
     assert "Throughput" in captions

@@ -111,6 +111,7 @@ def test_arms_of_other_settings_are_judged_and_a_gain_is_of_settings_that_speed_
     fp8, mxfp8, _ = judged.verdicts
     words = "The arms also differ in their settings: lr 0.002 instead of 0.003, dataset c4 instead of python."
     assert words in mxfp8.sentence()
+    assert f"MXFP8 + standard all-to-all: {words}" in judged.summary["Same loss?"]
     assert words.removesuffix(".") in judged.to_json()["note"]
     assert "local_batch 8 instead of 4" in fp8.sentence()
     assert [one.arm for one in judged.gains] == ["mxfp8_standard"]
@@ -239,7 +240,10 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
         (verdict, *_) = found.verdicts
         assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
         assert any("as requested: seed 2" in note for note in found.notes)
-    assert sum(not row["used"] for row in judge_study(study, dropped_seeds=[2]).to_json()["runs"]) == 2
+    dropped = judge_study(study, dropped_seeds=[2])
+    assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
+    assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {4}
+    assert "+nan" not in judge_study(study, dropped_seeds=SEEDS).as_text()
     with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
         judge_paths([study], dropped_seeds=[77])
 

@@ -208,9 +208,11 @@ def test_wandb_exports_joined_without_a_name(tmp_path: Path) -> None:
 
 
 def test_wandb_of_2024(tmp_path: Path) -> None:
+    seconds = [1793000001, 1793000002, 1793000003]
     table = pd.DataFrame({"_step": [0, 1, 2], "step": [1, 10, 20], "wps": [5000.0, 5100, 5200], LOSS_NAME: [9.0, 8, 7]})
-    table.to_csv(tmp_path / "h.csv", index=False)
+    table.assign(_timestamp=[1000 * second for second in seconds]).to_csv(tmp_path / "h.csv", index=False)
     (read,) = read_wandb(tmp_path / "h.csv")
+    assert read.rows["time"].tolist() == seconds  # where its server counted them, in milliseconds
     assert picked(read.rows, "step", "tps", "loss") == [(1, 5000.0, 9.0), (10, 5100.0, 8.0), (20, 5200.0, 7.0)]
 
 
@@ -224,6 +226,26 @@ def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
         [("a", 9), ("a", 8)],
         [("b", 8), ("b", 7)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "losses", "note"),
+    [
+        ("a.csv", "_step;loss\n1;8,99\n2;8\n", [math.nan, 8], "1 of 2 values of loss are no numbers, such as '8,99'"),
+        ("a.csv", "_step,loss\n1,9\n2,##\n", [9, math.nan], "1 of 2 values of loss are no numbers, such as '##'"),
+        ("a.csv", "_step,loss\n1,9\n2,8,7,7\n", [9], "Skipping line 3: expected 2 fields, saw 4"),
+        ("a.csv", "_step,loss\n1,9,\n2,8,\n", [9, 8], "Length of header or names"),
+        ("a.jsonl", '{"_step": 1, "loss": 9}\n{"_step": 2, "lo', [9], "1 of 2 lines are damaged or cut off"),
+    ],
+)  # fmt: skip
+def test_wandb_says_what_it_could_not_read(
+    tmp_path: Path, name: str, text: str, losses: list[float], note: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    (read,) = read_wandb(path)
+    assert read.rows["loss"].tolist() == pytest.approx(losses, nan_ok=True)
+    assert [one[: len(note)] for one in read.notes] == [note]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from moelab.errors import BadInput
 from moelab.runs.collect import collect
 from moelab.runs.table import COLUMNS
 from moelab.runs.tensorboard import NotATensorBoardFolder, read_tensorboard
@@ -100,6 +101,8 @@ def test_folder_without_metrics(tmp_path: Path) -> None:
     write(tmp_path, 100, {})
     read = read_tensorboard(tmp_path)
     assert (len(read.rows), read.segments, tuple(read.rows.columns)) == (0, 0, COLUMNS)
+    with pytest.raises(BadInput, match="no step in it"):
+        collect(tmp_path)
 
 
 def test_a_damaged_record_hides_no_other_and_a_kill_none_before_it(tmp_path: Path) -> None:
@@ -108,11 +111,21 @@ def test_a_damaged_record_hides_no_other_and_a_kill_none_before_it(tmp_path: Pat
     fourth = content.index(struct.pack("<f", 4.0))
     content[fourth] ^= 1
     file.write_bytes(content)
-    assert read_tensorboard(tmp_path).rows["step"].tolist() == [1, 2, 3, 5, 6, 7]
+    read = read_tensorboard(tmp_path)
+    assert (read.rows["step"].tolist(), read.notes) == (
+        [1, 2, 3, 5, 6, 7],
+        (f"{file.name} is damaged: 1 of 8 records cannot be read",),
+    )
+    lengthened = bytearray(content)
+    lengthened[content.rindex(b"loss_metrics", 0, fourth) - 30 :] = b"\xff" * 400
+    file.write_bytes(lengthened)
+    assert "cannot be found" in read_tensorboard(tmp_path).notes[0]
     # In its own bytes, and in the length and the checksum that stand before a record.
     for end, steps in ((fourth, [1, 2, 3]), (content.rindex(b"loss_metrics", 0, fourth) - 40, [1, 2])):
         file.write_bytes(content[:end])
-        assert read_tensorboard(tmp_path).rows["step"].tolist() in (steps, [1, 2, 3])
+        read = read_tensorboard(tmp_path)
+        assert read.rows["step"].tolist() in (steps, [1, 2, 3])
+        assert read.notes == ()
 
 
 def test_values_are_those_of_tensorboards_own_reader(tmp_path: Path) -> None:

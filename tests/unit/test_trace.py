@@ -10,6 +10,7 @@ import pickle
 import socket
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,25 +84,22 @@ def test_lines_of_a_trace(line: str, cleaned: str | None) -> None:
     json.loads("{" + without_places_of(line).rstrip(",") + "}")
 
 
-def test_a_trace_that_is_too_large_is_not_kept_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("MAX_BYTES", 100, "not kept: larger than"),
+        ("write_whole", Mock(side_effect=OSError(errno.ENOSPC, "No space left")), "not kept: No space left"),
+    ],
+)
+def test_training_goes_on_where_a_trace_cannot_be_kept_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
 ) -> None:
-    monkeypatch.setattr(trace, "MAX_BYTES", 100)
+    monkeypatch.setattr(trace, name, value)
     train(StepTracer(2, 3, tmp_path, memory_snapshot=False), 1, 3)
     (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank3.json").read_text())["files"]
     assert (file["file"], file["bytes"]) == ("traces/rank3.json.gz", 0)
-    assert file["reason"].startswith("not kept: larger than")
+    assert file["reason"].startswith(reason)
     assert not (tmp_path / "traces").exists()
-
-
-def test_training_goes_on_when_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(trace, "write_whole", full)
-    train(StepTracer(2, 0, tmp_path, memory_snapshot=False), 1, 3)
-    (file,) = json.loads((tmp_path / RECORDED_FOLDER / "rank0.json").read_text())["files"]
-    assert file["reason"] == "not kept: No space left on device"
 
 
 def test_a_memory_snapshot_names_files_without_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_expected_rows_are_those_of_a_draw(kind: Kind) -> None:
 
 def check_expected_rows(kind: Kind, ids_STK: ExpertIds) -> None:
     """Within 1 %, round-robin exactly."""
-    destinations = expected_destinations(model(kind), PUBLISHED, tokens=4096)
+    destinations = expected_destinations(model(kind), PUBLISHED)
     for method in METHODS:
         expected = expected_rows(destinations, PUBLISHED, method).times(TOKENS)
         counted = count_rows(ids_STK, PUBLISHED, method).mean

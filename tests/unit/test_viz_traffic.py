@@ -408,7 +408,7 @@ def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
 
 def test_files_of_another_kind_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    wrong = {"{": "is not JSON", "[]": "has no list of rows"}
+    wrong = {"{": "is not JSON", "[]": "has no list of rows", '{"rows": [1]}': "a row has no shape"}
     wrong['{"rows": [{"shape": "16B"}]}'] = "a row has no activation_checkpoint, arm, routing, order, steps, tps_median"
     for text, said in wrong.items():
         file.write_text(text)

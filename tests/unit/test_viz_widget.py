@@ -50,8 +50,7 @@ class Line(Explorer):
     """A line of a thousand points; its last point and its colour have a control."""
 
     def __init__(self) -> None:
-        px = {"label_px": 60, "width_px": 200}
-        controls = {name: labelled_control("IntText", f"the {name}", **px) for name in ("last", "red")}
+        controls = {name: labelled_control("IntText", f"the {name}") for name in ("last", "red")}
         super().__init__(controls, ["line"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
@@ -103,7 +102,8 @@ def test_a_refusal_stands_under_the_control_that_caused_it() -> None:
     explorer.controls["last"].value = 5  # which has nothing to do with it
     assert (explorer.reasons["last"].value, explorer.refused[0]) == ("", "red")
     explorer.controls["red"].value = 255
-    assert (explorer.words.value, explorer.reasons["red"].value, set(explorer.figures)) == ("drawn", "", {"line"})
+    assert ">drawn<" in explorer.words.value
+    assert (explorer.reasons["red"].value, set(explorer.figures)) == ("", {"line"})
 
 
 def test_a_browser_that_missed_changes_gets_all_figures() -> None:

@@ -18,7 +18,7 @@ machine of one whose ``environment.json`` is damaged, is no difference; it is na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,19 @@ ARM_FIELDS = frozenset(
     ("precision", "mxfp8_kernels", "quantize", "wgrad", "ep_backend", "ep_kernels", "dispatch_precision", "routing")
 )
 """What sets two arms apart, beside the seed; every other field should be the same in both."""
+OF_A_TOKEN = frozenset(("model", "flavor", "parameters", "seq_len"))
+"""Settings that say how much is computed for a token: with another, tokens/s are of other work."""
+OF_THE_LOSS = OF_A_TOKEN | {
+    "tokenizer",
+    "tokenizer_path",
+    "dataset",
+    "global_batch",
+    "optimizer",
+    "lr",
+    "warmup_steps",
+    "steps",
+}
+"""Settings beside the arms' own that a loss at a step depends on; in a configuration of W&B the last part of a name."""
 NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
 """Settings that a step's time does not depend on."""
 SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")
@@ -58,6 +71,8 @@ class Difference:
     spread_nats: float  # standard deviation from step to step in that part
     verdict: Verdict | None  # over seeds, where both sides' are known
     unfinished: str = ""  # which of the two diverged or ended before its planned steps
+    differing: tuple[str, ...] = ()  # settings that the loss depends on
+    verb: str = "ends"  # "is" where one of the two goes on behind these steps
 
     @property
     def judged(self) -> Verdict | None:
@@ -75,11 +90,16 @@ class Difference:
             return self.judged.sentence()
         unjudged = f"{self.unfinished}: no verdict. " if self.unfinished else ""
         if not self.steps:
-            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common."
+            return f"{unjudged}{self.label} and {self.reference} have no step with a loss in common at the end."
         if math.isnan(self.nats):
             return unjudged.strip() or f"{self.label} has no finite difference from {self.reference} at the end."
         spread = f" ({self.spread_nats:.4f} from step to step)" if math.isfinite(self.spread_nats) else ""
-        worth = "" if unjudged else " One run against another: a change of seed might do as much."
+        if self.nats == self.spread_nats == 0.0:
+            worth = " One may be a copy of the other."
+        elif self.differing:
+            worth = f" The two also differ in {', '.join(self.differing)}."
+        else:
+            worth = "" if unjudged else " One run against another: a change of seed might do as much."
         difference = f"{self.label} differs from {self.reference} by {self.nats:+.4f} nats {self._where}{spread}"
         return f"{unjudged}{difference}.{worth}"
 
@@ -87,7 +107,8 @@ class Difference:
         """The difference alone, without a full stop; its sentence where there is none."""
         if self.unfinished or not math.isfinite(self.nats):
             return self.sentence().removesuffix(".")
-        return f"{self.label} ends {self.nats:+.4f} nats from {self.reference} {self._where}"
+        also = f" (they also differ in {', '.join(self.differing)})" if self.differing else ""
+        return f"{self.label} {self.verb} {self.nats:+.4f} nats from {self.reference} {self._where}{also}"
 
     @property
     def _where(self) -> str:
@@ -153,7 +174,12 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
 
     The final difference is a mean over ``final_fraction`` of these; ``options`` are those of the verdict.
     """
-    both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(_common_steps(reference, side))]
+    common = _common_steps(reference, side)
+    # Of logs of other steps the first alone may be common, which says nothing about the end.
+    if max(common, default=0) < first_final_step(min(reference.last_step, side.last_step), final_fraction):
+        common = set()
+    goes_on = max(common, default=0) < first_final_step(max(reference.last_step, side.last_step), final_fraction)
+    both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(common)]
     steps = tuple(int(step) for step in both.index)
     first_step = first_final_step(steps[-1], final_fraction) if steps else 0
     final = both.loc[first_step:].dropna()
@@ -170,6 +196,8 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
         spread_nats=float(final.std(ddof=1)) if len(final) > 1 and not diverged else math.nan,
         verdict=verdict,
         unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
+        differing=tuple(differing_of((reference, side), OF_THE_LOSS)),
+        verb="is" if goes_on else "ends",
     )
 
 
@@ -202,6 +230,12 @@ def differing_values(sides: Sequence[Side]) -> dict[str, list[str | None]]:
         if silent or len(set(values) - {None}) > 1:
             differing[name] = values
     return differing
+
+
+def differing_of(sides: Sequence[Side], names: Collection[str]) -> dict[str, list[str | None]]:
+    """Those of these settings that are known of all sides and not the same."""
+    differing = differing_values(sides).items()
+    return {name: own for name, own in differing if name.rsplit(".", 1)[-1] in names and None not in own}
 
 
 def shared_values(sides: Sequence[Side]) -> dict[str, str]:
@@ -294,6 +328,13 @@ def kernel_facts(run: Collected) -> dict[str, str]:
     """Which kernels of a run were emulated."""
     words = {True: "emulated", False: "native"}
     return {"MXFP8 or NVFP4 kernels": words[run.emulates_products], "DeepEP kernels": words[run.emulates_deepep]}
+
+
+def speed_differences(side: Side, reference: Side) -> list[str]:
+    """Why two sides' tokens/s are not of the same work on like machines, in words, as far as is known."""
+    work = differing_of((side, reference), OF_A_TOKEN)
+    of_work = [f"{name} {' against '.join(map(str, values))}" for name, values in work.items()]
+    return [*of_work, *machine_differences(side, reference)]
 
 
 def machine_differences(side: Side, reference: Side) -> list[str]:

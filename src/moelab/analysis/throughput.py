@@ -68,7 +68,7 @@ class Gain(Ratio):
     def sentence(self) -> str:
         """State the gain in words, with its interval and the number of seeds."""
         spread = f"{self.interval.percent.words('+.1f', ' %')}, n = {seeds_words(self.n_seeds)}"
-        return f"{over(self.arm, self.baseline)}: {self.percent:+.1f} % ({spread})"
+        return f"{over(self.arm, self.baseline)}: {self.percent:+.1f} % tokens/s ({spread})"
 
 
 @dataclass(frozen=True, kw_only=True)

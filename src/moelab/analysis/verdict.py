@@ -145,7 +145,9 @@ class Verdict:
 
     @property
     def answer_words(self) -> str:
-        """The answer, and for an equivalent arm the shift that it has all the same."""
+        """The answer, and for an equivalent arm the shift that it has all the same, or that it has none at all."""
+        if self.answer is Answer.EQUIVALENT and all(self.arm_losses[k] == self.reference_losses[k] for k in self.seeds):
+            return f"{self.answer}, and the same to the last digit: both may have run the same, or be copies"
         if self.answer is Answer.EQUIVALENT and self.excludes_zero:
             return f"{self.answer}, with a shift of {self.mean_difference_nats:+.4f} nats"
         return str(self.answer)
@@ -341,9 +343,9 @@ def _before_any_interval(
         both = {arm: verdict.arm_losses, reference: verdict.reference_losses}
         ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
         if untaught := [name for name, end in ends.items() if end > untrained_nats - needed]:
-            words = " and ".join(f"{name} has not learnt (it ends at {ends[name]:.2f} nats)" for name in untaught)
-            words += f": an untrained model has {untrained_nats:.2f} nats, and an arm must end at least {needed:.2f}"
-            yield Answer.NOT_TRAINED, f"{words} below that."
+            each = [f"{name} has not learnt ({ends[name]:.2f} nats in {verdict.quantity})" for name in untaught]
+            words = f"{' and '.join(each)}: an untrained model has {untrained_nats:.2f} nats"
+            yield Answer.NOT_TRAINED, f"{words}, and an arm must end at least {needed:.2f} below that."
     for seed in verdict.outlying_seeds:
         yield (
             Answer.INSUFFICIENT,
@@ -358,6 +360,13 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     for seed in outlying_seeds(verdict.arm_losses):
         yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
+    for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses)):
+        runs = {loss: [seed for seed in losses if losses[seed] == loss] for loss in losses.values()}
+        for same in [seeds for seeds in runs.values() if len(seeds) > 1]:
+            yield (
+                f"{seed_names(same).capitalize()} of {name} end at the same loss to the last digit: they may be one "
+                "run that counts twice, or the seed had no effect."
+            )
     if both := ours.diverged.keys() & theirs.diverged.keys():  # it says something of the seed, not of the arm
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
     # Doubtful ones have decided already, and are not assumed to be unrelated.

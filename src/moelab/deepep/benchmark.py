@@ -522,8 +522,9 @@ def run(
 
     No arm is prepared when more than ``budget_s`` have passed since ``began``, by ``time.monotonic()``.
     """
-    # The first rank's, which alone reads the file.
-    report: dict[str, Any] = world.everywhere(_content(world, libraries, compiled, output))[0]
+    # The first rank's, which alone reads the file; together, or the others would wait for one that cannot.
+    mine = world.together(lambda: _content(world, libraries, compiled, output))
+    report: dict[str, Any] = world.everywhere(mine)[0]
     report["copies"] = report["copies"] or measure_copies(world)
     world.say(f"copies: {report['copies']}")
     size = None

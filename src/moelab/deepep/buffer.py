@@ -136,10 +136,11 @@ def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable
     try:
         from deep_ep import ElasticBuffer
         from deep_ep.buffers.elastic import EPHandle
-    except ImportError as error:
+    except Exception as error:  # compiled code: DeepEP also looks for CUDA's compiler when it is imported
         raise Refused(
-            f"ep_backend is deepep, but DeepEP V2 (ElasticBuffer) cannot be imported: {error}. Build it from "
-            "github.com/deepseek-ai/DeepEP (PyPI's `deep-ep` is not it), or use ep_backend=standard"
+            "ep_backend is deepep, but DeepEP V2 (ElasticBuffer) cannot be imported: "
+            f"{str(error) or type(error).__name__}. Build it from github.com/deepseek-ai/DeepEP (PyPI's `deep-ep` is "
+            "not it), or use ep_backend=standard"
         ) from error
     # DeepEP takes over the group's NCCL communicator, which its first collective creates.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -236,7 +236,7 @@ class _Reader:
             return
         try:
             start, args, took = float(event["ts"]), event.get("args") or {}, event.get("dur")
-            end = start + max(0.0, float(took or 0.0))
+            end = start + max(float(took or 0.0), 0.0)  # in this order NaN stays NaN, and is damaged
             if not isfinite(end) or end - start > LONGEST_US:
                 raise ValueError(end)
             self.without_duration += took is None and kind == "gpu"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moelab.finding import Finding, Severity, fault
 from moelab.health.links import check_gpudirect, check_memlock, check_nvlink, check_rdma, ports
@@ -196,32 +196,20 @@ def check_gin(machine: Machine, nodes: int) -> Finding:
     return fault("GIN between nodes" if nodes > 1 else "GIN")
 
 
-class Harmful(NamedTuple):
-    """Values of an environment variable that break DeepEP or slow it down on any cluster."""
-
-    name: str
-    values: tuple[str, ...]
-    severity: Severity
-    follows: str
-
-
 NO_WINDOW = "NCCL cannot register the symmetric window that holds DeepEP V2's buffer"
 NO_PEERS = "the GPUs of a node cannot reach each other's memory"
-HARMFUL = (
-    Harmful("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP or anything else"),
-    Harmful("NCCL_P2P_LEVEL", ("LOC", "0"), "error", NO_PEERS),
-    Harmful("NCCL_CUMEM_ENABLE", ("0",), "error", NO_WINDOW),
-    Harmful("NCCL_WIN_ENABLE", ("0",), "error", NO_WINDOW),
-    Harmful("NCCL_IB_DISABLE", ("1",), "warning", "between nodes NCCL uses TCP, and DeepEP V2 has no GIN"),
-    Harmful(
-        "EP_SUPPRESS_NCCL_CHECK",
-        ("1",),
-        "warning",
-        "two different NCCL libraries go unnoticed until one of them crashes",
-    ),
-    Harmful("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log, which slows it down"),
-    Harmful("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "communication and computation do not overlap"),
+TWO_NCCL = "two different NCCL libraries go unnoticed until one of them crashes"
+HARMFUL: tuple[tuple[str, tuple[str, ...], Severity, str], ...] = (
+    ("NCCL_P2P_DISABLE", ("1",), "error", f"{NO_PEERS}: no NVLink for DeepEP or anything else"),
+    ("NCCL_P2P_LEVEL", ("LOC", "0"), "error", NO_PEERS),
+    ("NCCL_CUMEM_ENABLE", ("0",), "error", NO_WINDOW),
+    ("NCCL_WIN_ENABLE", ("0",), "error", NO_WINDOW),
+    ("NCCL_IB_DISABLE", ("1",), "warning", "between nodes NCCL uses TCP, and DeepEP V2 has no GIN"),
+    ("EP_SUPPRESS_NCCL_CHECK", ("1",), "warning", TWO_NCCL),
+    ("NCCL_DEBUG", ("TRACE",), "warning", "every collective writes to the log, which slows it down"),
+    ("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "communication and computation do not overlap"),
 )
+"""Variables, their values that break DeepEP or slow it down on any cluster, how bad that is, and what follows."""
 
 
 def check_variables(machine: Machine) -> Iterator[Finding]:
@@ -229,10 +217,10 @@ def check_variables(machine: Machine) -> Iterator[Finding]:
     env, cards, interfaces = machine.env, machine.names(INFINIBAND), machine.names("/sys/class/net")
     listed = ", ".join(f"{name}={value}" for name, value in sorted(env.items()) if name.startswith(PREFIXES))
     yield Finding(name="communication variables", severity="note", found=listed or "none set")
-    for harmful in HARMFUL:
-        if env.get(harmful.name) in harmful.values:
-            found, words = f"{harmful.name}={env[harmful.name]}", {"variable": harmful.name, "follows": harmful.follows}
-            yield fault("variable that harms", found, severity=harmful.severity, **words)
+    for name, values, severity, follows in HARMFUL:
+        if env.get(name) in values:
+            found = f"{name}={env[name]}"
+            yield fault("variable that harms", found, severity=severity, variable=name, follows=follows)
     # A list with cards or interfaces of another machine is the usual fault of a copied script.
     for name, here in (
         ("NCCL_IB_HCA", cards),

@@ -43,11 +43,9 @@ def ports(machine: Machine) -> list[Port]:
 def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = None) -> Iterator[Finding]:
     """Whether the ports of the RDMA cards are up, and as fast as the profile says, or else as the fastest one."""
     name, all_ports = "RDMA devices", ports(machine)
-    if not all_ports and nodes > 1:
-        yield fault(name, nodes=nodes)
-    elif not all_ports:
-        yield Finding(name=name, severity="note", found="none: DeepEP works within this node only")
     if not all_ports:
+        alone = Finding(name=name, severity="note", found="none: DeepEP works within this node only")
+        yield fault(name, nodes=nodes) if nodes > 1 else alone
         return
     active, down = [port for port in all_ports if port.active], [port for port in all_ports if not port.active]
     kinds = sorted({port.link_layer for port in active})
@@ -58,8 +56,11 @@ def check_rdma(machine: Machine, *, nodes: int = 1, nic_gb_s: float | None = Non
         yield fault(kind, f"{counted}; down: {listed}", severity="warning" if active else "error")
     else:
         yield Finding(name=name, severity="ok", found=counted)
-    wanted = nic_gb_s or max((port.rate_gb_s for port in active), default=0.0)
-    if slow := [port for port in active if port.rate_gb_s < 0.99 * wanted]:  # 1 % for rounding
+    # Cards of another link layer are not of the fabric, such as the one for Ethernet beside eight for InfiniBand.
+    fastest = max(active, key=lambda port: port.rate_gb_s, default=all_ports[0])
+    fabric = [port for port in active if port.link_layer == fastest.link_layer]
+    wanted = nic_gb_s or fastest.rate_gb_s
+    if slow := [port for port in fabric if port.rate_gb_s < 0.99 * wanted]:  # 1 % for rounding
         kind = "RDMA rate of the profile" if nic_gb_s else "RDMA rate"
         yield fault(kind, ", ".join(f"{port.device} {port.rate_gb_s:g} GB/s" for port in slow), wanted=wanted)
 

@@ -205,7 +205,7 @@ def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
 
 
 def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, deepep: bool) -> tuple[Finding, ...]:
-    """Judge what :func:`moelab.health.node.report` said on nodes, with ``clock_offset_s`` where it was measured.
+    """Judge what :func:`moelab.health.node.report` said on nodes, with the ``clock_offset_s`` of each.
 
     So many ``nodes`` should have reported; findings about DeepEP count where a run needs it.
     """
@@ -244,20 +244,17 @@ def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
 
 
 def _folders(reports: Sequence[Report]) -> Iterator[Finding]:
-    bad = _grouped((one, one["write_problem"]) for one in reports if one["write_problem"])
-    unseen = _grouped((one, f"does not see {', '.join(one['unseen'])}") for one in reports if one["unseen"])
-    if bad:
-        yield fault("runs and checkpoints", _listed(bad))
-    if unseen:
-        yield fault("shared files", _listed(unseen))
-    if not bad and not unseen:
-        yield Finding(name="shared files", severity="ok", found=f"{len(reports)} nodes see and write them")
+    lacking = {
+        "runs and checkpoints": [(one, one["write_problem"]) for one in reports if one["write_problem"]],
+        "shared files": [(one, f"does not see {', '.join(one['unseen'])}") for one in reports if one["unseen"]],
+    }
+    yield from _lists(lacking) or [
+        Finding(name="shared files", severity="ok", found=f"{len(reports)} nodes see and write them")
+    ]
 
 
 def _clocks(reports: Sequence[Report]) -> Finding:
-    offsets = {one["node"]: one["clock_offset_s"] for one in reports if one.get("clock_offset_s") is not None}
-    if not offsets:
-        return Finding(name="clocks", severity="note", found="not compared: the reports have no time of arrival")
+    offsets = {one["node"]: one["clock_offset_s"] for one in reports}
     middle = statistics.median(offsets.values())  # this machine's own clock may be the wrong one
     far = {node: offset - middle for node, offset in offsets.items() if abs(offset - middle) > CLOCK_SKEW_S}
     if not far:
@@ -278,9 +275,9 @@ def _limits(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Find
         "locked memory of a node": [(one, f"{size / 2**20:.3g} MiB") for one, size in lockable if size is not None],
         "open files": [(one, str(limit)) for one, limit in files if limit is not None and limit < OPEN_FILES],
     }
-    yield from (fault(key, _listed(_grouped(nodes)), needed=OPEN_FILES) for key, nodes in too_low.items() if nodes)
-    if not any(too_low.values()):
-        yield Finding(name="limits", severity="ok", found="enough shared memory, locked memory and open files")
+    yield from _lists(too_low) or [
+        Finding(name="limits", severity="ok", found="enough shared memory, locked memory and open files")
+    ]
 
 
 def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -314,8 +311,11 @@ def _odd(groups: Mapping[Any, list[str]], absent: str) -> str:
     return "; ".join([*named, f"{len(nodes)} {'other' if len(nodes) == 1 else 'others'}: {value or absent}"])
 
 
-def _listed(groups: Mapping[Any, list[str]]) -> str:
-    return "; ".join(f"{_names(nodes)}: {value}" for value, nodes in groups.items())
+def _lists(lacking: Mapping[str, Sequence[tuple[Report, str]]]) -> list[Finding]:
+    """A fault of each kind that some nodes have, with those nodes; nodes of which the same is said stand together."""
+    groups = {key: _grouped(nodes) for key, nodes in lacking.items() if nodes}
+    texts = {key: [f"{_names(nodes)}: {value}" for value, nodes in held.items()] for key, held in groups.items()}
+    return [fault(key, "; ".join(listed), needed=OPEN_FILES) for key, listed in texts.items()]
 
 
 def _names(nodes: Sequence[str]) -> str:

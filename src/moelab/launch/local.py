@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ LOCK_WAIT_S = 1.0
 MIN_FREE_BYTES = 16 << 20  # the last lines of the log, the status and the metrics still fit
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
-Row = dict[str, float]
+Row = Mapping[Hashable, float]
 Say = Callable[[str], None]
 
 
@@ -102,7 +102,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
             if index in run_of:
                 continue
             progress.start(index)
-            run_of[index] = _run_experiment(runs, experiment, on_rows=progress.rows)
+            run_of[index] = _run_experiment(runs, experiment, on_row=progress.row)
             status = run_of[index].status
             progress.end(status.in_words())
             if status.state is not State.COMPLETED and on_failure == "stop":
@@ -210,8 +210,8 @@ def _complete_log(run: RunDir) -> None:
             log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
 
-def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[list[Row]], None]) -> RunDir:
-    """Train one experiment to its end and collect what it left; ``on_rows`` gets new metric rows meanwhile.
+def _run_experiment(runs: Path, experiment: Experiment, *, on_row: Callable[[Row], None]) -> RunDir:
+    """Train one experiment to its end and collect what it left; ``on_row`` gets the newest metric row meanwhile.
 
     Raises:
         Refused: before anything is started, if there is no room for its logs, or its data cannot be had.
@@ -226,7 +226,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
         write_json(run.path / "environment.json", environment(nodes=experiment.nodes))
         launched = command(experiment, run.path)
         write_whole(run.path / "launch" / "command.sh", f"{launched.as_shell()}\n")
-        status, left = _train(run, launched, on_rows)
+        status, left = _train(run, launched, on_row)
     except OSError as error:
         status = replace(run.status, state=State.FAILED, reason=f"the launcher failed: {error}")
     # SIGTERM arrives as one of these; leaving the block that started the ranks has already ended them.
@@ -240,7 +240,7 @@ def _run_experiment(runs: Path, experiment: Experiment, *, on_rows: Callable[[li
     return run
 
 
-def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None]) -> tuple[Status, Collected | None]:
+def _train(run: RunDir, launched: Command, on_row: Callable[[Row], None]) -> tuple[Status, Collected | None]:
     # With the boot, a later process here can tell that this launcher is dead (`close_killed`).
     status = Status(state=State.RUNNING, attempts=1, boot_id=boot_id())
     run.set_status(status)
@@ -249,7 +249,7 @@ def _train(run: RunDir, launched: Command, on_rows: Callable[[list[Row]], None])
     def report() -> None:
         rows = follower.poll()
         if len(rows):
-            on_rows([{str(name): value for name, value in row.items()} for row in rows.to_dict("records")])
+            on_row(rows.iloc[-1].to_dict())
 
     with run.log.open("ab") as log, Process(launched, log) as process:
         while process.poll() is None:
@@ -373,15 +373,14 @@ class Progress:
     def __init__(
         self,
         study: Study,
-        done: Iterable[int],
+        done: Collection[int],
         say: Say,
         *,
         interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._study, self._say, self._interval_s, self._clock = study, say, interval_s, clock
-        finished = set(done)
-        self._waiting = [index for index in range(len(study.experiments)) if index not in finished]
+        self._waiting = [index for index in range(len(study.experiments)) if index not in done]
         self._pace_s: dict[str, float] = {}
         self._beside_s: list[float] = []
         self._last_said = -math.inf
@@ -395,9 +394,9 @@ class Progress:
         self._begin(index)
         self._say(f"{self._where()} | starting")
 
-    def rows(self, rows: list[dict[str, float]]) -> None:
-        """The running experiment has new metric rows."""
-        now, last = self._clock(), rows[-1]
+    def row(self, last: Row) -> None:
+        """The running experiment has a new metric row."""
+        now = self._clock()
         self._step = max(self._step, int(last["step"]))
         if self._first is None:  # the time before it is start-up, and no part of the pace
             self._first = (self._step, now)

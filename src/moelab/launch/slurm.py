@@ -41,6 +41,16 @@ _JOB_ID = re.compile(r"\d+(_\d+)?", re.ASCII)
 _OPTIONS = ("SLURM_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _KEPT = ("SLURM_CONF", "SLURM_JWT")
 _FIELD = re.compile(r"(?:^| )([A-Z][A-Za-z0-9_:/&]*)=")
+_SCONTROL_NAMES = {  # of what squeue's JSON has, too, by its name there
+    "JobId": "job_id",
+    "ArrayJobId": "array_job_id",
+    "ArrayTaskId": "array_task_string",
+    "JobState": "job_state",
+    "Reason": "state_reason",
+    "ExitCode": "exit_code",
+    "Restarts": "restart_cnt",
+    "Comment": "comment",
+}
 _TASKS = re.compile(r"(\d+)(?:-(\d+))?(?::(\d+))?", re.ASCII)
 _ENDED = re.compile(  # 12_3|15|CANCELLED by 1000|0:15, from the completion log without the second column
     r"(?P<id>\d+(_(\d+|\[[^]|]*\]))?)\|((?P<raw>\d+)\|)?(?P<state>[A-Z_]+\+?)( [^|]*)?\|(?P<exit>\d*:?\d*)\|?", re.ASCII
@@ -245,7 +255,7 @@ def parse_squeue(text: str) -> Iterator[SlurmJob]:
             words = "; ".join(str(error.get("description") or error.get("error")) for error in errors)
             raise SlurmError(f"squeue: {_line(words)}")
         # All are read before the first is yielded, so that another program's answer is refused as a whole.
-        jobs = [list(_of_json(record)) for record in records]
+        jobs = [list(_of_record(record)) for record in records]
         if records and not any(jobs):
             raise ValueError("none of the jobs has a number")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -261,18 +271,9 @@ def parse_scontrol(text: str) -> Iterator[SlurmJob]:
         for name, value in zip(parts[1::2], parts[2::2], strict=True):
             # Values are not quoted, and a comment may hold "JobState=COMPLETED". Comment= comes late: the first counts.
             fields.setdefault(name, value.rstrip())
-        if not {"JobId", "JobState"} <= fields.keys() or not fields["JobId"].isdecimal():
-            continue  # "No jobs in the system"
-        for job_id in _ids(fields["JobId"], fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")):
-            yield SlurmJob(
-                job_id=job_id,
-                raw_id=fields["JobId"],
-                state=_word(fields["JobState"]),
-                reason=_shown(fields.get("Reason", "").replace("_", " ")),
-                exit_code=_exit_code_of_text(fields.get("ExitCode", "")),
-                restarts=_whole_number(fields.get("Restarts")) or 0,
-                comment=fields.get("Comment", ""),
-            )
+        if "JobState" in fields:  # else "No jobs in the system"
+            fields["Reason"] = fields.get("Reason", "").replace("_", " ")
+            yield from _of_record({key: fields.get(name) for name, key in _SCONTROL_NAMES.items()})
 
 
 def parse_sacct(text: str) -> Iterator[SlurmJob]:
@@ -285,12 +286,12 @@ def parse_sacct(text: str) -> Iterator[SlurmJob]:
     for row in sorted(rows, key=lambda row: "[" not in row["id"]):  # stable: a requeued job's last row is its end
         array, _, tasks = row["id"].partition("_")
         for job_id in _ids(row["id"], array, tasks):
-            exit_code = _exit_code_of_text(row["exit"])
+            exit_code = _exit_code(row["exit"])
             yield SlurmJob(job_id=job_id, raw_id=row["raw"] or array, state=_word(row["state"]), exit_code=exit_code)
 
 
-def _of_json(job: Any) -> Iterator[SlurmJob]:
-    """The tasks of a record; none if it has no job number."""
+def _of_record(job: Any) -> Iterator[SlurmJob]:
+    """The tasks of a record of squeue's JSON; none if it has no job number."""
     if not isinstance(job, dict) or (number := _whole_number(job.get("job_id"))) is None:
         return
     array, task = _whole_number(job.get("array_job_id")), _whole_number(job.get("array_task_id"))
@@ -332,7 +333,10 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _exit_code(value: Any) -> int | None:
-    """From the raw status of ``wait`` (22.05) or an object of a return code and a signal."""
+    """From ``3:0``, the raw status of ``wait`` (22.05), or an object of a return code and a signal; 9 as -9."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", value, re.ASCII)
+        value = {"return_code": match[1], "signal": {"id": match[2]}} if match else None
     if not isinstance(value, dict) or "return_code" not in value:
         status = _whole_number(value)
         try:
@@ -342,15 +346,6 @@ def _exit_code(value: Any) -> int | None:
     signal = value.get("signal")
     number = _whole_number(signal.get("id", signal.get("signal_id"))) if isinstance(signal, dict) else None
     return -number if number else _whole_number(value["return_code"])
-
-
-def _exit_code_of_text(text: str) -> int | None:
-    """``3:0`` is exit code 3, ``0:9`` signal 9."""
-    match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
-    if not match:
-        return None
-    code, signal = map(int, match.groups())
-    return -signal if signal else code
 
 
 def _ids(raw_id: str, array: str | None, tasks: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -48,13 +48,12 @@ POLL_S = 0.2
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 
-def refresh(runs: Iterable[RunDir]) -> list[Status]:
+def refresh(runs: Collection[RunDir]) -> list[Status]:
     """Update the status of runs, and collect those that ended: Slurm's with one query, and a killed launcher's.
 
     Returns:
         The status of each. Where Slurm cannot be asked, the last known one, with the reason why it may be out of date.
     """
-    runs = list(runs)
     local.close_killed(run for run in runs if not ticket_of(run))
     if not any(ticket_of(run) for run in runs):
         return [run.status for run in runs]
@@ -67,9 +66,8 @@ def refresh(runs: Iterable[RunDir]) -> list[Status]:
     return update(runs, queue)
 
 
-def update(runs: Iterable[RunDir], queue: Queue) -> list[Status]:
+def update(runs: Collection[RunDir], queue: Queue) -> list[Status]:
     """As :func:`refresh`, with a queue that was read just now."""
-    runs = list(runs)
     jobs = {run: queue.job_of(run) for run in runs}
     gone = [run for run, job in jobs.items() if job is None and run.status.job_id and not run.status.state.is_final]
     ended = _ended(gone)
@@ -156,14 +154,13 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
     return replace(status, state=state, reason=words_of(job))
 
 
-def cancel(runs: Iterable[RunDir]) -> list[Status]:
+def cancel(runs: Collection[RunDir]) -> list[Status]:
     """Cancel waiting and running jobs, and runs that were only prepared; ended ones are left as they are.
 
     Raises:
         Refused: if none of the runs was prepared for Slurm.
         SlurmMissing, SlurmError: with Slurm's words; statuses are then as before.
     """
-    runs = list(runs)
     of_slurm = [run for run in runs if ticket_of(run)]
     if not of_slurm:
         raise Refused("no run there was prepared for Slurm; stop `moelab run` with Ctrl-C where it was started")
@@ -197,14 +194,13 @@ def cancel(runs: Iterable[RunDir]) -> list[Status]:
     return [run.status for run in runs]
 
 
-def requeue(runs: Iterable[RunDir]) -> list[Status]:
+def requeue(runs: Collection[RunDir]) -> list[Status]:
     """Restart jobs that run, failed or were cancelled, from their newest checkpoint.
 
     Raises:
         Refused: if there is no such job, or Slurm no longer knows one of them; none is then requeued.
         SlurmMissing, SlurmError: with Slurm's words.
     """
-    runs = list(runs)
     of_slurm = [run for run in runs if ticket_of(run)]
     queue = Queue.of(of_slurm) if of_slurm else Queue([])  # a machine without Slurm can tell that there is no job
     left = (State.COMPLETED, State.SUBMITTED, State.PREPARED)

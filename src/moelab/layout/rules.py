@@ -72,6 +72,9 @@ PACKED_FEATURES = 128
 """Features whose MXFP8 scales fill the four bytes that DeepEP moves as one."""
 BLOCK = {Precision.BF16: 8, Precision.FP8: 16, Precision.MXFP8: 32, Precision.NVFP4: 16}
 """Features that a grouped GEMM needs in a multiple of, along every dimension of a weight; of BF16, 16 bytes."""
+NATIVE_BLOCK = 128
+"""The same of native MXFP8 on SM100, whose rows torchao casts by ``mxfp8_quantize_2d_1x32_cutedsl``: it asserts so with
+the first batch (``torchao/prototype/moe_training/kernels/mxfp8/cutedsl_quantize_2d_1x32.py`` at 0.18)."""
 LOSS_CHUNKS = 8
 """Pieces into which TorchTitan cuts a rank's sequence for the loss (``ChunkedLossWrapper``)."""
 
@@ -345,22 +348,33 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         words = "NVFP4 is emulated for experts only; torchao's NVFP4 linears are SM100 kernels with other numerics"
         yield Fault("NVFP4 is of experts", "quantize", words)
     # Without expert parallelism tensor parallelism cuts the experts themselves.
-    block = BLOCK[precision]
+    block = NATIVE_BLOCK if _multiplies_natively(facts) else BLOCK[precision]
+    kernels = {NATIVE_BLOCK: f" with native kernels, and of {BLOCK[precision]} with mxfp8_kernels=emulated"}
     if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
         words = (
             f"without expert parallelism (ep 1) it cuts the {shape.moe_hidden_dim} hidden features of each "
-            f"expert, and {precision.value} needs multiples of {block}"
+            f"expert, and {precision.value} needs multiples of {block}{kernels.get(block, '')}"
         )
         yield Fault("expert blocks are whole", "tp", words)
     # Dimensions of quantised weights; others, such as a head's, follow or are fixed.
     linears = ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim") if x.quantize != "experts" else ()
-    sizes = {name: getattr(shape, name) for name in ("dim", "moe_hidden_dim", *linears)} if facts.quantised else {}
-    if broken := [f"{name} is {size}" for name, size in sizes.items() if size % block]:
-        words = f"it needs multiples of {block} features, and {', '.join(broken)}"
+    blocks = {"dim": block, "moe_hidden_dim": block, **dict.fromkeys(linears, BLOCK[precision])}
+    sizes = {name: getattr(shape, name) for name in blocks} if facts.quantised else {}
+    if broken := {name: size for name, size in sizes.items() if size % blocks[name]}:
+        most = max(blocks[name] for name in broken)
+        given = ", ".join(f"{name} is {size}" for name, size in broken.items())
+        words = f"it needs features in multiples of {most}{kernels.get(most, '')}, and {given}"
         yield Fault("expert blocks are whole", "precision", words)
     if shape.vocab_size < (tokens := tokenizer_size(x)):
         words = f"its tokenizer has {tokens} tokens, and vocab_size is {shape.vocab_size}; legal vocab_size: {tokens} "
         yield Fault("vocabulary holds the tokenizer", "dataset", words + "or more", offers_choices=False)
+
+
+def _multiplies_natively(facts: Facts) -> bool:
+    """Whether experts are MXFP8 by torchao's kernels for SM100; those for AMD's GPUs take any block."""
+    kernels, capability = facts.experiment.mxfp8_kernels, facts.capability
+    native = kernels == "native" or (kernels == "auto" and has_native_mxfp8(capability))
+    return native and facts.experiment.precision is Precision.MXFP8 and capability not in ROCM
 
 
 def _not_for_deepep(facts: Facts) -> str | None:

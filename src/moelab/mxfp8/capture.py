@@ -136,11 +136,11 @@ def read(path: Path) -> Capture:
         content = torch.load(path, weights_only=True)
         capture = Capture(**content)
         shapes = [getattr(capture, name).shape for name in _TENSORS]
+        (m, d), (g, f, _) = shapes[0], shapes[1]
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from error
     except (RuntimeError, pickle.UnpicklingError, EOFError, TypeError, AttributeError, ValueError) as error:
         raise BadInput(f"{path} is not a capture of a moelab run: {' '.join(str(error).split())[:200]}") from error
-    (m, d), (g, f, _) = shapes[0], shapes[1]
     if shapes != [(m, d), (g, f, d), (g, d, f), (g, f, d), (m, d), (g,)]:
         raise BadInput(f"{path}: shapes of {', '.join(_TENSORS)} do not fit: {[tuple(shape) for shape in shapes]}")
     return capture

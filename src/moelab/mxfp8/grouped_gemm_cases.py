@@ -88,7 +88,7 @@ def parse_case(text: str) -> Case:
     """
     parts = text.replace("x", ",").split(",")
     numbers, rest = parts[:4], parts[4:]
-    if len(numbers) < 4 or len(rest) > 1 or not all(number.strip().isdigit() for number in numbers):
+    if len(numbers) < 4 or len(rest) > 1 or not all(number.strip().isdecimal() for number in numbers):
         raise BadInput(f"cannot read the shape {text!r}; write M,N,K,G or M,N,K,G,{'|'.join(SIZES)}: 65536,2048,7168,8")
     m, n, k, groups = map(int, numbers)
     sizes = rest[0].strip() if rest else "even"

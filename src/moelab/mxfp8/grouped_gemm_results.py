@@ -86,14 +86,15 @@ def read_result(path: Path | str) -> GroupedGemmResult:
         content = json.loads(Path(path).read_text())
         if content["schema"] != SCHEMA:
             raise BadInput(f"{path} has schema {content['schema']}; this version reads schema {SCHEMA}")
-        rows, components = pd.DataFrame(content["rows"]), pd.DataFrame(content["components"])
+        rows, components = pd.DataFrame(content["rows"] or {}), pd.DataFrame(content["components"])
+        if rows.empty:
+            raise BadInput(f"{path} has no rows: the run ended before its first shape")
+        rows = rows.astype(dict.fromkeys(("median_us", "iqr_us", "tflops", "fraction_of_peak"), float))
         packages = content["versions"]
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
         stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read: {error}. Give a file of benchmarks/grouped_gemm.py") from error
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # something else is in the place of a table
         raise BadInput(f"{path} is not a result of benchmarks/grouped_gemm.py: {error!r}") from error
-    if rows.empty:
-        raise BadInput(f"{path} has no rows: the run ended before its first shape")
-    return GroupedGemmResult(stamp=stamp, rows=rows.astype({"iqr_us": float}), components=components)
+    return GroupedGemmResult(stamp=stamp, rows=rows, components=components)

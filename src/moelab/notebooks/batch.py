@@ -76,16 +76,14 @@ def execute(
             extra_arguments=KERNEL_OPTIONS,
             cwd=str(Path.cwd()),
         )
-    except PapermillExecutionError as error:
-        cause = " ".join(f"{error.ename}: {error.evalue}".split()).removesuffix(":")
-        raise NotebookFailed(f"{notebook.name}: {cause}; executed copy: {output}") from error
-    except CellTimeoutError as error:
-        cell = str(error).partition("-------------------\n")[2].splitlines()[0]  # nbclient's text has it between rules
-        raise NotebookFailed(
-            f"{notebook.name}: a cell took longer than {cell_timeout_s} s: {cell}; executed copy: {output}"
-        ) from error
-    except (PapermillException, DeadKernelError, NoSuchKernel) as error:
-        raise NotebookFailed(f"{notebook.name}: {error}; executed copy: {output}") from error
+    except (PapermillException, CellTimeoutError, DeadKernelError, NoSuchKernel) as error:
+        why = str(error)
+        if isinstance(error, PapermillExecutionError):
+            why = " ".join(f"{error.ename}: {error.evalue}".split()).removesuffix(":")
+        elif isinstance(error, CellTimeoutError):
+            cell = why.partition("-------------------\n")[2].splitlines()[0]  # nbclient's text has it between rules
+            why = f"a cell took longer than {cell_timeout_s} s: {cell}"
+        raise NotebookFailed(f"{notebook.name}: {why}; executed copy: {output}") from error
     # A killed kernel can leave cells that look complete; only the last one can say that it was reached.
     code = [cell for cell in ran.cells if cell.cell_type == "code"]
     if END_MARKER not in "".join(output.get("text", "") for cell in code[-1:] for output in cell.outputs):

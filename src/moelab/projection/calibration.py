@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -118,7 +119,7 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     for name, value in values.items():
         if name not in known:
             raise BadInput(f"there is no constant {name!r}; they are {', '.join(known)}")
-        if not value > 0:  # NaN too
+        if not 0 < value < math.inf:  # NaN too
             raise BadInput(f"{name} is {value}; give a positive number")
     changed = {name: replace(known[name], value=value) for name, value in values.items()}
     return replace(calibration, **changed)
@@ -140,7 +141,7 @@ def value_that_meets(
     def late_s(value: float) -> float:
         return predict(with_values(**{**(others or {}), name: value})) - seconds
 
-    if seconds <= 0 or late_s(low) * late_s(high) > 0:  # too late at both ends, or too early: none between meets it
+    if not seconds > 0 or late_s(low) * late_s(high) > 0:  # too late at both ends, or too early: none between meets it
         return None
     return float(brentq(late_s, low, high, xtol=1e-9 * high))
 

@@ -44,14 +44,15 @@ COMMANDS = {
     ALL_TO_ALL_H200: f"torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output {FOLDER}/{ALL_TO_ALL_H200}.json",
     FULL_NODE: f"python benchmarks/h100_full_node.py --output {FOLDER}/{FULL_NODE}.json",
 }
+_EXCHANGE = ("size", "routing", "arm", "backend", "hidden", "experts", "top_k", "ranks", "tokens", "parts_us")
 COLUMNS = {
-    ALL_TO_ALL: ("size", "routing", "arm", "backend"),
+    ALL_TO_ALL: _EXCHANGE,
     TWO_BY_TWO: ("shape", "activation_checkpoint", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
     GROUPED_GEMM: ("m", "n", "k", "groups", "sizes", "precision", "pass", "median_us"),
-    ALL_TO_ALL_H200: ("size", "routing", "arm", "backend"),
+    ALL_TO_ALL_H200: _EXCHANGE,
     FULL_NODE: ("ep", "shape", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
 }
-"""What every row of a file must have."""
+"""What every row of a file must have that has no error."""
 GPU_PROFILES = {"NVIDIA H100 80GB HBM3": "h100_node", "NVIDIA H200": "h200_node"}
 """Hardware profiles of the GPUs that steps are predicted for, by the name that nvidia-smi prints."""
 PREDICTED = "h100_full_node_predicted"
@@ -79,7 +80,7 @@ class Measurement:
     @property
     def gpu_names(self) -> list[str]:
         """Names of its GPUs; none where it has none or was not measured."""
-        gpus = (self.content or {}).get("environment", {}).get("gpus") or []
+        gpus = ((self.content or {}).get("environment") or {}).get("gpus") or []
         return [gpu["name"] if isinstance(gpu, Mapping) else str(gpu) for gpu in gpus]
 
     @property
@@ -89,13 +90,13 @@ class Measurement:
             return (
                 f"not measured yet: run `{COMMANDS[self.name]}` on {'eight' if self.name == FULL_NODE else 'two'} GPUs"
             )
-        environment = self.content.get("environment", {})
+        environment = self.content.get("environment") or {}
         names = self.gpu_names
         packages = environment.get("packages", {})
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchtitan", "torchao") if packages.get(name)]
         used = self.content.get("world_size") or self.content.get("ranks") or len(names)
         hardware = f"{used} × {names[0]}" if names else str(environment.get("processor", "unknown processor"))
-        dated = [self.content, *(one for one in self.content.get("campaigns", ()) if "date" in one)]
+        dated = [self.content, *(one for one in self.content.get("campaigns") or () if "date" in one)]
         first, *later = sorted({str(one.get("date", "no date"))[:10] for one in dated})
         days = f"{first} to {later[-1]}" if later else first
         return f"measured: {hardware}, {', '.join([*versions, days])}"
@@ -127,18 +128,18 @@ def load_measured(name: str, path: Path | None = None) -> Measurement:
         raise BadInput(f"there is no measurement {name!r}; valid: {', '.join(COMMANDS)}")
     if path is None:
         packaged = resources.files("moelab") / "data" / "measured" / f"{name}.json"
-        content = _parse(name, packaged.read_text()) if packaged.is_file() else None
+        content = _parse(name, packaged.read_bytes()) if packaged.is_file() else None
         return Measurement(name=name, content=content, packaged=True)
     try:
-        return Measurement(name=name, content=_parse(name, path.read_text(), str(path)))
+        return Measurement(name=name, content=_parse(name, path.read_bytes(), str(path)))
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}; {COMMANDS[name]} writes such a file") from error
 
 
-def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[str, Any]:
+def _parse(name: str, text: bytes, where: str = "the packaged file") -> Mapping[str, Any]:
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # of JSON or of UTF-8
         raise BadInput(f"{where} is not JSON: {error}") from error
     rows = content.get("rows") if isinstance(content, dict) else None
     if not isinstance(rows, list):
@@ -146,8 +147,9 @@ def _parse(name: str, text: str, where: str = "the packaged file") -> Mapping[st
     if content.get("label", "measured") != "measured":
         raise BadInput(f"{where} is labelled {content['label']!r}: it is not a measurement")
     for row in rows:
-        missing = [column for column in COLUMNS[name] if column not in row]
-        if missing:
+        about = row if isinstance(row, dict) else {}
+        missing = [column for column in COLUMNS[name] if about.get(column) is None]
+        if missing and not about.get("error"):
             raise BadInput(f"{where}: a row has no {', '.join(missing)}; {COMMANDS[name]} writes such a file")
     return dict(content)
 
@@ -244,7 +246,9 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
 
 def _gpu_of(measured: Measurement) -> str:
     """The kind of GPU that a file is of."""
-    named = (measured.content or {}).get("hardware", {}).get("gpu")  # notebook 02's files have one GPU, under this key
+    named = ((measured.content or {}).get("hardware") or {}).get(
+        "gpu"
+    )  # notebook 02's files have one GPU, under this key
     names = list(dict.fromkeys(filter(None, [named, *measured.gpu_names])))
     kind = known_gpu(names[0]) if len(names) == 1 else None
     if kind is None:

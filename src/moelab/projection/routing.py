@@ -286,10 +286,8 @@ class Destinations:
 
 
 @functools.lru_cache(maxsize=256)  # a draw takes a while, and figures ask for the same one more than once
-def expected_destinations(
-    routing: RoutingModel, placement: ExpertPlacement, *, tokens: int = SIMULATED_TOKENS
-) -> Destinations:
-    """Mean number of ranks and nodes that a token reaches; where there is no formula, of ``tokens`` drawn ones.
+def expected_destinations(routing: RoutingModel, placement: ExpertPlacement) -> Destinations:
+    """Mean number of ranks and nodes that a token reaches; where there is no formula, of a draw.
 
     Raises:
         BadInput: if the routing does not fit the placement.
@@ -304,10 +302,9 @@ def expected_destinations(
     ranks, nodes = (_formula(routing, placement, size) for size in sizes)
     label: Literal["derived", "simulated"] = "derived"
     if ranks is None or nodes is None:
+        tokens, label = SIMULATED_TOKENS, "simulated"
         if routing.kind == "round_robin":  # repeats itself, so one circle of tokens says all
-            tokens = math.lcm(placement.experts, placement.top_k) // placement.top_k
-        else:
-            label = "simulated"
+            tokens, label = math.lcm(placement.experts, placement.top_k) // placement.top_k, "derived"
         ids_TK = draw_expert_ids(routing, placement, tokens)
         ranks, nodes = (float(distinct_destinations(ids_TK, size).mean()) for size in sizes)
     return Destinations(copies=placement.top_k, ranks=ranks, nodes=nodes, label=label)

@@ -169,7 +169,7 @@ def module_times(job: Job, calibration: Calibration) -> dict[str, Times]:
 def stage_times(job: Job, modules: Mapping[str, Times]) -> list[Times]:
     """One micro-batch on each stage, of :func:`module_times`."""
     kinds = {}
-    for stage in set(job.stages):
+    for stage in set(job.stages):  # one table for stages alike, whose sums are then taken once
         counts = {
             "dense": stage.dense_layers,
             "moe": stage.moe_layers,

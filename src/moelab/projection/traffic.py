@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -233,15 +233,26 @@ def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -
         BadInput: for an unknown method, or ids of another number of ranks.
     """
     require_method(method)
-    if ids_STK.ndim != 3 or len(ids_STK) != placement.ep:
-        raise BadInput(f"expert ids are of shape {ids_STK.shape}; expected (ep {placement.ep}, tokens, top_k)")
-    count = _count_hybrid if method == "deepep_hybrid" else _count_direct
-    wires = {name: np.zeros((placement.ep, placement.ep), dtype=np.int64) for name in ("nvlink", "network", "local")}
-    for sender in range(placement.ep):
-        rows_TR = _rows_by_rank(ids_STK[sender], placement)
+    P, L = placement.ep, placement.local_ranks
+    if ids_STK.ndim != 3 or len(ids_STK) != P:
+        raise BadInput(f"expert ids are of shape {ids_STK.shape}; expected (ep {P}, tokens, top_k)")
+    near_SR, far_SR = np.zeros((2, P, P), dtype=np.int64)
+    for sender, ids_TK in enumerate(ids_STK):
+        rows_TR = _rows_by_rank(ids_TK, placement)
         # a plain all-to-all sends a copy for each expert, DeepEP a token once for each rank that has any
-        count(wires, sender, rows_TR if method == "standard" else np.minimum(rows_TR, 1), placement)
-    return ExchangeCount(nvlink_SR=wires["nvlink"], network_SR=wires["network"], local_S=np.diag(wires["local"]).copy())
+        rows_TNL = (rows_TR if method == "standard" else np.minimum(rows_TR, 1)).reshape(-1, placement.nodes, L)
+        rows_NL, home = rows_TNL.sum(axis=0), sender // L
+        if method == "deepep_hybrid":  # once to the relay of each node, itself at home; from there over NVLink
+            relays_N = np.arange(placement.nodes) * L + sender % L
+            far_SR[sender, relays_N] = rows_TNL.any(axis=-1).sum(axis=0)
+            for node, relay in enumerate(relays_N):
+                near_SR[relay].reshape(-1, L)[node] += rows_NL[node]
+        else:  # straight to every receiver
+            far_SR[sender] = rows_NL.ravel()
+            near_SR[sender].reshape(-1, L)[home] = rows_NL[home]
+        far_SR[sender].reshape(-1, L)[home] = 0
+    local_S = np.diag(near_SR)
+    return ExchangeCount(nvlink_SR=near_SR - np.diag(local_S), network_SR=far_SR, local_S=local_S)
 
 
 def simulate_rows(
@@ -261,48 +272,20 @@ def simulate_rows(
 def _rows_by_rank(ids_TK: ExpertIds, placement: ExpertPlacement) -> Counts:
     """How many experts of each token every rank holds, ``(T, P)``."""
     tokens, P = len(ids_TK), placement.ep
-    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]  # one bincount for all tokens
+    # A bin for each token and rank, so that one bincount does for all tokens.
+    flat = ids_TK // placement.experts_per_rank + P * np.arange(tokens)[:, None]
     return np.bincount(flat.ravel(), minlength=tokens * P).reshape(tokens, P)
-
-
-def _count_direct(wires: dict[str, Counts], sender: int, rows_TR: Counts, placement: ExpertPlacement) -> None:
-    """Straight from the sender to every receiver."""
-    near = np.arange(placement.ep) // placement.local_ranks == sender // placement.local_ranks
-    itself = np.arange(placement.ep) == sender
-    rows_R = rows_TR.sum(axis=0)
-    for name, taken in (("nvlink", near & ~itself), ("network", ~near), ("local", itself)):
-        wires[name][sender] += np.where(taken, rows_R, 0)
-
-
-def _count_hybrid(wires: dict[str, Counts], sender: int, hits_TR: Counts, placement: ExpertPlacement) -> None:
-    """Once to the relay of each node, which is the sender itself at home; from there over NVLink."""
-    L = placement.local_ranks
-    hits_TNL = hits_TR.reshape(len(hits_TR), placement.nodes, L)
-    home, place = divmod(sender, L)
-    for node, rows in enumerate(hits_TNL.any(axis=-1).sum(axis=0)):
-        relay = node * L + place
-        if node != home:
-            wires["network"][sender, relay] += rows
-        for local, forwarded in enumerate(hits_TNL[:, node].sum(axis=0)):
-            wires["local" if local == place else "nvlink"][relay, node * L + local] += forwarded
 
 
 STOCK_STANDARD, STOCK_DEEPEP = "standard: gather + pad, quantise", "stock DeepEP: copy, gather, pad, quantise"
 EXPANDING, EXPANDING_FP8 = "expanding DeepEP: copy, quantise", "expanding DeepEP, FP8 dispatch: copy"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
+class Pass(NamedTuple):
     """One pass over memory of one rank's rows."""
 
     name: str
-    read_bytes: float
-    write_bytes: float
-
-    @property
-    def moved_bytes(self) -> float:
-        """Read and written."""
-        return self.read_bytes + self.write_bytes
+    moved_bytes: float  # read and written
 
 
 def padded_rows(rows: float, experts: int, alignment: int) -> float:
@@ -329,15 +312,15 @@ def gather_passes(
     """
     wide, low = hidden * BYTES_PER_ELEMENT["bf16"], hidden * BYTES_PER_ELEMENT[precision]
     padded = padded_rows(rows, experts, alignment)
-    quantise = Pass(name="quantise", read_bytes=padded * wide, write_bytes=padded * low)
+    quantise = Pass("quantise", padded * wide + padded * low)
     return {
-        STOCK_STANDARD: (Pass(name="gather", read_bytes=rows * wide, write_bytes=padded * wide), quantise),
+        STOCK_STANDARD: (Pass("gather", rows * wide + padded * wide), quantise),
         STOCK_DEEPEP: (
-            Pass(name="copy out", read_bytes=received * wide, write_bytes=received * wide),
-            Pass(name="gather", read_bytes=rows * wide, write_bytes=rows * wide),
-            Pass(name="pad", read_bytes=rows * wide, write_bytes=padded * wide),
+            Pass("copy out", 2 * received * wide),
+            Pass("gather", 2 * rows * wide),
+            Pass("pad", rows * wide + padded * wide),
             quantise,
         ),
-        EXPANDING: (Pass(name="copy out", read_bytes=received * wide, write_bytes=padded * wide), quantise),
-        EXPANDING_FP8: (Pass(name="copy out", read_bytes=received * low, write_bytes=padded * low),),
+        EXPANDING: (Pass("copy out", received * wide + padded * wide), quantise),
+        EXPANDING_FP8: (Pass("copy out", received * low + padded * low),),
     }

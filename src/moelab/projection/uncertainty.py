@@ -13,7 +13,7 @@ from moelab.hardware import ROCM
 from moelab.projection.calibration import Calibration, drawn
 from moelab.projection.exchange import waits_over_network
 from moelab.projection.gemm import is_blackwell
-from moelab.projection.job import CATEGORIES, Job, Times
+from moelab.projection.job import CATEGORIES, PART_SPREAD, Job, Times
 from moelab.projection.step import step_parts_s
 
 CONFIDENCE = 0.9
@@ -28,24 +28,6 @@ class Estimate:
     high: float
 
 
-PART_SPREAD = {
-    "attention": 0.25,
-    "expert GEMMs": 0.15,
-    "other GEMMs": 0.15,
-    "quantisation": 0.20,
-    "permutation and padding": 0.35,
-    "all-to-all": 0.32,
-    "memory-bound": 0.20,
-    "tensor-parallel collectives": 0.20,
-    "context-parallel collectives": 0.50,
-    "FSDP collectives": 0.30,
-    "optimizer": 0.10,
-    "host and waiting": 0.40,
-    "pipeline bubble": 0.20,
-    "imbalance and stragglers": 0.50,
-}
-"""Standard deviation of each part, relative to it: judged by the validation table's rows of that kind, and by guess
-where no row is of that kind alone (attention, stragglers). A test holds whole steps against the interval."""
 SYSTEM_SPREAD = 0.09
 """Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half
 of them are less than 8 % off."""

@@ -39,7 +39,7 @@ from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import cause, rank_folders
 from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
-from moelab.runs.log_text import NotALog, tail
+from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
 from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.statements import Statement
@@ -58,11 +58,11 @@ from moelab.runs.tensorboard import NotATensorBoardFolder, event_files, read_ten
 from moelab.runs.wandb_export import is_export, read_wandb
 
 RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
-READER_VERSION = 2
+READER_VERSION = 3
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
 _LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
-    r"\.(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
+    r"(?:^|\.)(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
 _FOR_ITS_LOSS = re.compile(
     r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
@@ -299,7 +299,17 @@ def collect(path: Path) -> list[Collected]:
         return collect_runs(discovered.runs)
     reads, ended = _read_elsewhere(path)
     name = path.stem.removesuffix(".log")
-    return [_from_elsewhere(read, name, ended) for read in reads if ended or len(read.rows)]
+    # Of several runs, the one that logged last is the one that ended; without times it is the last.
+    ends = [np.fmax.reduce(read.columns.get("time", ()), initial=-math.inf) for read in reads]
+    last = max(zip(ends, range(len(ends)), strict=True))[1]
+    collected = [
+        _from_elsewhere(read, name, ended if number == last else None)
+        for number, read in enumerate(reads)
+        if len(read.rows) or (ended and number == last)
+    ]
+    if not collected:
+        raise BadInput(f"{path}: no step in it has a value of one of TorchTitan's metrics; give what has logged a step")
+    return collected
 
 
 def newest(collected: Iterable[Collected]) -> list[Collected]:
@@ -425,6 +435,7 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
         columns=columns,
         validation_columns=held_out,
         reason=log.reason or events.reason,
+        notes=(*log.notes, *events.notes),
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
     )
@@ -464,7 +475,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
         if ended is None:
             raise
         return [read_log([])], ended
-    return reads, cause(None, tail(path)) if len(reads) == 1 else None
+    return reads, cause(None, tail(path))
 
 
 def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
@@ -475,8 +486,15 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
-    logs = [file for file in _logs(folder) if file.parent not in ranks]
-    reads = {file: read for file in logs if len((read := read_log(file)).rows)}  # dmesg has none
+    logs: dict[Path, MetricsRead] = {}
+    faults = []
+    for file in _logs(folder):
+        if file.parent not in ranks:
+            try:
+                logs[file] = read_log(file)
+            except (NotALog, OSError) as error:
+                faults.append(f"left out: {error}")
+    reads = {file: read for file, read in logs.items() if len(read.rows)}  # dmesg has none
     of_ranks = [
         read_log(file, mend=False)
         for rank in ranks
@@ -484,6 +502,7 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if not reads and file.is_file()
     ]
     read = _of_one_run(folder, reads) if reads else _of_rank_with_loss(of_ranks)
+    read = replace(read, notes=(*read.notes, *faults))
     ended = cause(folder, *(tail(file) for file in logs))
     try:
         events = tensorboard_runs(folder)
@@ -494,9 +513,12 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
             # Tables alone: JSON beside one is W&B's configuration and summary.
             if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
                 return _read_exports(exports), None
-            raise
+            found = f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export"
+            raise BadInput("\n".join([found, *faults])) from None
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
-        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either") from None
+        beginnings = (next(iter(LogBytes(file)), b"") for file in logs)
+        seen = next((f"; {words}" for beginning in beginnings if (words := what_was_seen(beginning))), "")
+        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either{seen}") from None
     if not len(read.rows):
         return events, ended
     return [_united(read, events[0]) if len(events) == 1 else read], ended
@@ -530,7 +552,7 @@ def _logs(folder: Path) -> list[Path]:
 
 
 def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
-    """The longest of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``."""
+    """Of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``, the longest; of ranks', all."""
     losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
     longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
     # All ranks print the same digits, and two runs hardly ever do.
@@ -538,7 +560,8 @@ def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
     if others:
         names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
         raise BadInput(f"{folder} has logs of several runs or launches: {names}; give one of them")
-    return reads[longest]
+    # Segments are counted in each log: that of a later launch alone would put its memory at other steps.
+    return _of_rank_with_loss([read for read in reads.values() if read.segments == reads[longest].segments])
 
 
 def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:

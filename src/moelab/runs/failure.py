@@ -70,7 +70,10 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     """
     scans = [Scan(text) for text in texts]
     places = [place for scan in scans for place in scan.places]
-    statements = [statement for scan in scans for statement in scan.statements()]
+    of_texts = [list(scan.statements()) for scan in scans]
+    if any(scan.is_completed and not made for scan, made in zip(scans, of_texts, strict=True)):
+        return None  # what another text tells of came before, or was of others
+    statements = [statement for made in of_texts for statement in made]
     if logs is not None:
         statements += _of_ranks(logs, ranks_per_node, places)
     if not any(statement.is_end for statement in statements):

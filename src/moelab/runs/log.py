@@ -93,6 +93,7 @@ _WHOLE: Final = len(_ORDER) - 1.0
 _GIB: Final = {b"KiB": 2**-20, b"MiB": 2**-10, b"GiB": 1, b"TiB": 2**10} | {
     unit: factor / 2**30 for unit, factor in ((b"KB", 1e3), (b"MB", 1e6), (b"GB", 1e9), (b"TB", 1e12))
 }
+_THOUSANDS: Final = {b"k": 1e3, b"K": 1e3, b"M": 1e6}
 #: Stored in place of the negative number that a pipeline rank without the loss prints.
 NO_LOSS: Final = -1.0
 #: The rank of a line without a prefix such as ``[rank3]:``.
@@ -111,8 +112,8 @@ _NUMBER = rb"[-+]?+(?:[\d.,]++(?:[eE][-+]?+\d++)?+|(?i:nan|inf(?:inity)?+))"  # 
 def _field(group: bytes) -> bytes:
     """A pattern of ``name: 1,234.5GiB(12.3%)``, its parts in groups that open with ``group``."""
     number = group + _NUMBER + rb")" + _BLANK
-    value = number + group + rb"[KMGT]i?+B|%)?+(?:" + _BLANK + rb"\(" + _BLANK + number + rb"%\))?+"
-    return _GAP + group + rb"[A-Za-z_][\w./%-]*+):" + _BLANK + rb"(?:" + value + rb"(?!:\d)|N/A)"
+    value = number + group + rb"[KMGT]i?+B|%|[kKM])?+(?:" + _BLANK + rb"\(" + _BLANK + number + rb"%\))?+"
+    return _GAP + group + rb"[A-Za-z][\w./%-]*+):" + _BLANK + rb"(?:" + value + rb"(?!:\d)|(?i:n/a|none|--?+))"
 
 
 _FIELD = re.compile(_field(rb"("))
@@ -567,13 +568,15 @@ def _values(block: bytes, match: re.Match[bytes]) -> tuple[float, ...] | None:
             elif index == LOSS:
                 values[LOSS] = _loss(number)
             else:
-                values[index] = _float(number)
+                values[index] = _float(number) * _THOUSANDS.get(unit, 1.0)
     except (KeyError, ValueError):
         return None
     if b"grad_norm" in text:
         values[_GRAD_NORM] = _reported(values[_GRAD_NORM])
     values[TIME] = _time(block, match.start())
     values[LAST] = _ORDER.index(fields[-1][0]) if fields[-1][0] in _ORDER else len(_ORDER)
+    if name == b"mfu" and not whole:
+        values[LAST] -= 0.5  # its digits may be cut off, if most lines have the sign behind them
     return tuple(values)
 
 

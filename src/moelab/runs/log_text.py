@@ -57,11 +57,11 @@ _RECORD_STARTS: Final = tuple(
     )
 )
 _OTHERS: Final = {
-    "NeMo's": rb"(?:Training epoch \d+, iteration \d+/\d+|\[NeMo I |reduced_train_loss[=:])[^\n]*",
+    "NeMo's": rb"(?:Training epoch \d+, iteration|\[NeMo I |step \d+ \| epoch \d+ \| |reduced_train_loss[=:])[^\n]*",
     "Megatron-LM's": rb"iteration +\d+/ *\d+ *\|[^\n]*",
     "MaxText's": rb"completed step: \d+, seconds[^\n]*",
     "DeepSpeed's": rb"(?:\bsteps?: \d+ loss: [-\d.naif]+ iter time|\[Rank \d+\] step=\d+, skipped=)[^\n]*",
-    "the Hugging Face Trainer's": rb"\{'loss': [^\n]*",
+    "the Hugging Face Trainer's": rb"\{['\"]loss['\"]: [^\n]*",
     "torchtune's": rb"(?:Step \d+ \| loss:|\d{1,9}\|\d{1,9}\|Loss: )[^\n]*",
     "nanoGPT's": rb"iter \d+: loss [^\n]*",
     "OLMo-core's": rb"\[step=\d+/\d+[^\n]*",

@@ -27,11 +27,16 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
+_EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+"""A number that YAML 1.1 takes for a text, as 3e-4 for want of a point."""
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
-_PRIVATE: Final = re.compile(r"(?i)(^|[._])(user(name)?|host(name)?|email|entity)$|(^|[._])(auth|credentials?)(\.|$)")
+_PRIVATE: Final = re.compile(
+    r"(?i)(^|[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
+    r"|(^|[._])(auth|credentials?)(\.|$)"
+)
 _LINES: Final = (
     re.compile(r"torchtitan version: (?P<torchtitan>\S+)"),
     re.compile(
@@ -77,6 +82,7 @@ _OURS: Final = {
     **{f"deepseek_v3 {name}": name for name in SHAPES},
 }
 """What a log says and an experiment says otherwise."""
+_PLANNED: Final = ("steps", "warmup_steps")
 _UNRESOLVED: Final = {("dp_shard", "-1"), ("global_batch", "-1")}
 """Defaults that TorchTitan replaces when it starts: what they became is not known."""
 
@@ -95,8 +101,13 @@ class Settings:
 
 def settings_of(path: Path, runs: int = 1) -> Settings:
     """What can be read of the configuration of a source from elsewhere; nothing of several runs that share one."""
-    if path.is_file() and runs == 1 and (of_log := next(launch_settings(path), {})):
-        return Settings(values=of_log, source="its log")
+    launches = [own for own in launch_settings(path) if own] if path.is_file() and runs == 1 else []
+    if launches:
+        names = dict.fromkeys(name for own in launches for name in own)
+        of_log = {name: list(dict.fromkeys(own[name] for own in launches if name in own)) for name in names}
+        # A restart may go on elsewhere, which is said; how far it was to train is what the last one says.
+        joined = {name: own[-1] if name in _PLANNED else ", then ".join(own) for name, own in of_log.items()}
+        return Settings(values=joined, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
@@ -215,5 +226,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{name}.")
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)
+            value = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+            value = int(value) if isinstance(value, float) and value.is_integer() else value
             if (name, str(value)) not in _UNRESOLVED:
                 yield name, HIDDEN if _PRIVATE.search(name) or is_secret_name(name) else str(value)

@@ -1,21 +1,24 @@
 """What the lines of a text say about the end of a run: exceptions, signals, time-outs, words of Slurm and the kernel.
 
 A text is what one rank wrote, or a log in which many ranks, torchrun, Slurm and the kernel did. Its lines are told
-apart by their prefixes (PyTorch's ``[rank3]: ``, torchrun's, ``srun --label``'s, time stamps), so that the tracebacks
-of ranks that write at the same time are not mixed. An exception is read with its chain: of its exceptions the last
-counts that is no consequence. All else is a line that says it all, by a table.
+apart by their prefixes (PyTorch's ``[rank3]: ``, torchrun's, ``srun --label``'s, time stamps, and whatever else stands
+in front of both a traceback's header and the next line), so that the tracebacks of ranks that write at the same time
+are not mixed. An exception is read with its chain: of its exceptions the last counts that is no consequence. All else
+is a line that says it all, by a table.
 
 A log has millions of lines and a few that matter; a line is looked at only if it has one of a few words.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 import signal
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
@@ -88,12 +91,13 @@ _WORDS_OF_KIND: Final = (
     (Kind.ENDED, re.compile(r"^\S*(SignalException|KeyboardInterrupt)\b|killed by signal: Terminated")),
     (Kind.ENDED, re.compile(r"See inner exception")),
     # These say that something failed, and another exception of their chain says what.
-    (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)")),
+    (Kind.ABORTED, re.compile(r"Got completion .*(status=|with error)|\] failed to run (forward|backward):")),
     (Kind.ABORTED, re.compile(r"DataLoader worker \(pid.*exited unexpectedly|unexpected pos \d+ vs \d+")),
 )
 _BOILERPLATE = re.compile(
-    r"^(CUDA kernel errors might|For debugging consider|Compile with `TORCH_USE_CUDA_DSA|Search for `cudaError|"
-    r"Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|Exception raised from|frame #|"
+    r"^((CUDA|HIP) kernel errors might|For debugging consider|Compile with `TORCH_USE_(CUDA|HIP)_DSA|"
+    r"Search for `cudaError|Device-side assertion tracking|Set TORCHDYNAMO_VERBOSE|You can suppress this|"
+    r"Exception raised from|frame #|#\d+ .* from \S+:\d+$|"
     r"nccl\w+(Error|Usage): |The above operation failed|This error may appear if|C\+\+ CapturedTraceback)"
 )
 _DETAIL = re.compile(
@@ -142,13 +146,17 @@ _STAMPS = re.compile(
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|kernel: |"
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
+_CLOCK = re.compile(r"\d+(?:[:./T-]\d+)+(?:,\d+)?")  # differs from line to line, unlike the other numbers of a prefix
+_OF_RANK = re.compile(r"(?i)rank\W{0,2}(\d+)|\[\d+,(\d+)\]<std|\|(\d+)\]:")  # mpirun's, and torchrun's by template
+_MESSAGES: Final = ("log", "line", "message", "msg", "textPayload")  # Docker's, Loki's, loggers' and Google's
 _MARGIN = re.compile(r"^ *(?:[+|] ?)+(?=\S| )")  # of the exceptions in a group
 _NESTED = re.compile(r"Original Traceback|\(RANK \d+\)")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
 _LINK = re.compile(
     r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with|\s*\+[-+ \d]{12,}$)"
 )
-_MUTED = ("Exception ignored", "Exception in thread")
+_OF_THREAD: Final = "Exception in thread"
+_MUTED = re.compile(f"Exception ignored|{_OF_THREAD}")
 _LOG_LINE = re.compile(
     r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
     r"Fatal Python|Exception (?:ignored|in thread)|\S+:\d+:\d+ \[\d+\] )"
@@ -161,11 +169,11 @@ _WATCHDOG = re.compile(
 )
 _GROUP = re.compile(r"\[PG .*?GUID [^( \]]*(?:\(([^)]+)\))? Rank (\d+)\].*(?:by watchdog|thread terminated)")
 _STUCK = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
-_WHAT = re.compile(r"what\(\):\s+(.*)")
+_WHAT = re.compile(r"(?:what\(\):\s+|watchdog (?=thread terminated with exception: CUDA))(.*)")
 _FATAL = re.compile(r"^Fatal Python error: (.+)")
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
-_BLOCK_RANK = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
-_BLOCK_CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
+_BLOCK_RANK = re.compile(r"^(?:.{0,200}\s)?rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
+_BLOCK_CODE = re.compile(r"^(?:.{0,200}\s)?exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
 _BLOCK_TRACE = re.compile(r"^\s*traceback : (.*)")
 _AGENT = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _BY_TORCHRUN = re.compile(r"Unable to shutdown process (\d+) via")
@@ -185,6 +193,8 @@ class _Line(NamedTuple):
     is_end: bool = True
 
 
+_TRAINS: Final = r"(?:python|pt_|torch|ray\b)"  # how the names of processes that train begin
+_TIME_LIMIT: Final = "Slurm's time limit was reached"
 _LINES: Final = (
     _Line(Kind.OUTSIDE, "Node failure on", r"srun: error: Node failure on (\S+)", r"node \1 failed"),
     _Line(Kind.OUTSIDE, "DUE TO NODE", r"DUE TO NODE (?:(\S+) )?FAILURE", r"node \1 failed"),
@@ -194,13 +204,21 @@ _LINES: Final = (
           r"out of memory: \1"),
     _Line(Kind.OUTSIDE, "Out Of Memory", r"srun: error: (\S+): tasks? ([\d,-]+): Out Of Memory",
           r"out of memory: task \2 on \1"),
+    # The kernel tells of the processes of others too.
     _Line(Kind.OUTSIDE, "ut of memory: Kill",
-          r"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \(.*?\)(?:.*?anon-rss:\w+)?)"),
-    _Line(Kind.OUTSIDE, "oom-kill:", r"(oom-kill:constraint=\w+).*(task=[^,]+,pid=\d+)", r"out of memory: \1 \2"),
+          rf"((?:Memory cgroup o|O)ut of memory: Kill(?:ed)? process \d+ \({_TRAINS}.*?\)(?:.*?anon-rss:\w+)?)"),
+    _Line(Kind.OUTSIDE, "oom-kill:", rf"(oom-kill:constraint=\w+).*(task={_TRAINS}[^,]*,pid=\d+)",
+          r"out of memory: \1 \2"),
     _Line(Kind.OUTSIDE, "OOMKilled", "(OOMKilled)", r"out of memory: \1"),
     _Line(Kind.OUTSIDE, "HW Exception by GPU", "(HW Exception by GPU node.*)"),
+    _Line(Kind.OUTSIDE, "uncorrectable hardware error",  # none of them is reported too
+          r"(amdgpu \S+: .*\b[1-9]\d* (?:new )?uncorrectable hardware errors? .*)", is_end=False),
+    _Line(Kind.OUTSIDE, "PBS: job killed", r"PBS: job killed: (v?mem .*)", r"out of memory: PBS: \1"),
+    _Line(Kind.OUTSIDE, "TERM_MEMLIMIT", r"(TERM_MEMLIMIT: .*)", r"out of memory: \1"),
+    _Line(Kind.STOPPED, "PBS: job killed", r"PBS: job killed: (walltime .*)", r"PBS's time limit was reached: \1"),
+    _Line(Kind.STOPPED, "TERM_", r"(TERM_(?:RUNLIMIT|PREEMPT): .*)"),
     _Line(Kind.OUTSIDE, "NVRM: Xid", r"NVRM: (Xid \(.*?\): \d+, .*)", is_end=False),
-    _Line(Kind.STOPPED, "DUE TO TIME LIMIT", "CANCELLED AT", "Slurm's time limit was reached"),
+    _Line(Kind.STOPPED, "DUE TO TIME LIMIT", "CANCELLED AT", _TIME_LIMIT),
     _Line(Kind.STOPPED, "DUE TO PREEMPTION", "CANCELLED AT", "preempted by another job of Slurm"),
     _Line(Kind.STOPPED, "DUE TO JOB REQUEUE", "CANCELLED AT", "requeued by Slurm"),
     _Line(Kind.ENDED, "CANCELLED AT", r"\*\*\* ((?:JOB|STEP) \S+) ON \S+ CANCELLED AT", r"\1 was cancelled"),
@@ -209,17 +227,29 @@ _LINES: Final = (
     _Line(Kind.ABORTED, "srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Killed|Aborted).*)", r"task \2 on \1: \3"),
     _Line(Kind.ENDED, "srun: error", r"error: (\S+): tasks? ([\d,-]+): ((?:Terminated|Exited).*)",
           r"task \2 on \1: \3"),
+    _Line(Kind.ABORTED, "noticed that process rank", r"(rank \d+) with PID \d+ (on node \S+ exited on signal .*)",
+          r"\1 \2"),  # by mpirun
+    _Line(Kind.ABORTED, " died from signal", r"(\S+: rank \d+ died from signal .*)"),  # by PALS' mpiexec
     _Line(Kind.FAULT, "srun: error", "(srun: error: (?:Task launch|Unable to|Timed out).*)"),
+    _Line(Kind.FAULT, "pyxis: ", r"error: (pyxis:) {2,}+((?!\[INFO\]).*)", r"\1 \2",  # what enroot printed
+          is_end=False),
+    _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)", is_end=False),
+    _Line(Kind.FAULT, "FATAL:  ", r"^(FATAL: {2,}.*)"),  # Apptainer's
+    _Line(Kind.FAULT, "Error response from daemon", "(Error response from daemon: .*)"),
+    _Line(Kind.FAULT, "symbol lookup error", r"(\S+: symbol lookup error: .*)"),
+    _Line(Kind.FAULT, "shared libraries: ", r"(\S+: error while loading shared libraries: .*)"),
     _Line(Kind.FAULT, "execve", "(slurmstepd: error: execve.*)"),
     _Line(Kind.FAULT, ": line ", r"line \d+: +\d+ ((?:Segmentation fault|Bus error|Illegal instruction).*)"),
     _Line(Kind.ABORTED, ": line ", r"line \d+: +\d+ ((?:Killed|Aborted).*)"),
     _Line(Kind.FAULT, "core dumped", r"^((?:Segmentation fault|Bus error|Illegal instruction) \(core dumped\))$"),
     _Line(Kind.ABORTED, "Killed", r"^(Killed)$", r"\1 (often the system running out of memory)"),
     _Line(Kind.OUTSIDE, "SXid (", r"(SXid \(.*?\): \d+, .*)", is_end=False),
-    _Line(Kind.FAULT, "segfault at", r"(\S+\[\d+\]: segfault at .*? in \S+?)\["),
-    _Line(Kind.FAULT, "invalid opcode", r"traps: (\S+ trap invalid opcode .* in \S+?)\["),
+    _Line(Kind.FAULT, "segfault at", rf"({_TRAINS}\S*\[\d+\]: segfault at .*? in \S+?)\["),
+    _Line(Kind.FAULT, "invalid opcode", rf"traps: ({_TRAINS}\S* trap invalid opcode .* in \S+?)\["),
     _Line(Kind.FAULT, "Caught signal", r"Caught signal \d+ \((.*)\)"),
     _Line(Kind.FAULT, "Memory access fault", "(Memory access fault by GPU node.*?Reason: [^.]*)"),
+    _Line(Kind.FAULT, " aborting with ", r"ueue (?:\S+ )?aborting with (?:error|status) ?: (.*?)(?: Available .*)?$",
+          r"ROCm aborted a queue: \1"),
     _Line(Kind.FAULT, "thread: [", r"(?:^|/)([^/\s]+:\d+): .*block: \[.*Assertion `?(.*?)[`']? failed",
           r"a CUDA kernel's assertion failed (\1): \2"),
     _Line(Kind.FAULT, "Assertion `", r"^(?:\S+: )?(?:\S*/)?([^/\s]+:\d+): .*Assertion `(.*)' failed\.",
@@ -234,10 +264,13 @@ _LINES: Final = (
     _Line(Kind.FAULT, "munmap_chunk()", r"(munmap_chunk\(\).*)"),
     _Line(Kind.FAULT, "stack smashing", r"(\*\*\* stack smashing detected.*)"),
     _Line(Kind.FAULT, "in worker.", r"ERROR: (Unexpected .* in worker\..*)"),
-    _Line(Kind.FAULT, "nvshmem", r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init).*)", r"NVSHMEM: \1"),
+    _Line(Kind.FAULT, "nvshmem",
+          r"^(\S*:\d+: (?:NULL value|non-zero status|Unable|nvshmem init|\[GPU \d+\] Peer).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "transport/ib", r"^(\S*:\d+: (?:NULL value|non-zero status).*)", r"NVSHMEM: \1"),
     _Line(Kind.FAULT, "NVSHMEM API", "(NVSHMEM API called before NVSHMEM initialization.*)"),
-    _Line(Kind.ABORTED, "NCCL WARN", r"NCCL WARN ((?:NET/\w+ ?: )?Got completion .*(?:status=|error )(?!0\b).*)",
+    _Line(Kind.ABORTED, "NCCL WARN",
+          r"NCCL WARN ((?:(?:NET/\w+ ?: )?Got (?:completion .*(?:status=|error )(?!0\b)|async event ?: )"
+          r"|NET/OFI .*completed with error).*)",
           r"NCCL: \1", is_end=False),
     _Line(Kind.FAULT, "NCCL WARN",
           "NCCL WARN (.*(?:Duplicate GPU|[Mm]ismatch|No space left|Cuda failure|out of memory|uncorrectable).*)",
@@ -253,6 +286,7 @@ _LINES: Final = (
     _Line(Kind.FAULT, "options: ", "((?:Unrecognized|Required|Missing) options?: [^│]*)"),
     _Line(Kind.FAULT, "arguments: ", "((?:Unrecognized|Required|Missing) arguments?: [^│]*)"),
     _Line(Kind.FAULT, "No space left", r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: No space left on device.*)"),
+    _Line(Kind.FAULT, "quota exceeded", r"^((?:cp|cat|tee|tar|echo|bash|rsync)\b.*: Disk quota exceeded.*)"),
 )  # fmt: skip
 #: A line without any of these is not looked at, unless something was said before that may go on.
 _SIGNS: Final = tuple(dict.fromkeys((
@@ -269,7 +303,7 @@ class _Stream:
     rank: int | None
     has_own_prefix: bool = False
     inside: bool = False  # between a traceback's header and its exception
-    is_muted: bool = False
+    muted_by: str = ""  # what a traceback that does not end the process begins with
     is_linked: bool = False  # the next traceback belongs to the one before
     text: list[str] = field(default_factory=list)  # of the exception that was raised last
     at: int = 0  # the line on which it began
@@ -308,16 +342,20 @@ class Scan:
         self._agents: list[re.Match[str]] = []  # what torchrun says before its summary
         self._block: int | None = None  # the rank whose entry of torchrun's summary is read
         self._is_root, self._in_trace = False, False
+        self._prefixes: list[re.Pattern[str]] = []  # of wrappers that no table has, as their tracebacks show them
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
         self._line = 0
-        for raw in text.splitlines():
+        lines = text.splitlines()
+        for raw, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
                 continue
             if "step:" in raw and (step := _STEP.search(COLOUR.sub("", raw))):
+                if not self._steps:
+                    self._learn_prefix(_plain(raw), "[titan] ")
                 self._steps[int(step[1])] = self._line
             elif self._open or self._in_trace or any(sign in raw for sign in _SIGNS):
-                self._take(raw)
+                self._take(raw, following)
         for stream in self._streams.values():
             self._close(stream)
             self._end_chain(stream)
@@ -330,15 +368,24 @@ class Scan:
         own = (stream.rank for key, stream in self._streams.items() if key and stream.has_own_prefix)
         return {rank for rank in own if rank is not None}
 
+    @property
+    def is_completed(self) -> bool:
+        """Whether the last launch trained to its end."""
+        return self._completed > max(self._steps.values(), default=0)
+
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
         placed = [(line, one) for one, line in self._found.items()]
         placed += [one for stream in self._streams.values() for one in self._last_chains(stream)]
         last_lines = sorted(self._steps.values())
+        is_over = False
         for line, statement in sorted(placed, key=lambda one: one[0]):
             steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
-                yield self._with_global_rank(self._with_group(statement))
+                is_over |= statement.message == _TIME_LIMIT
+                is_interrupted = is_over and statement.kind is Kind.FAULT  # by Slurm's signal
+                placed_one = replace(statement, kind=Kind.ENDED) if is_interrupted else statement
+                yield self._with_global_rank(self._with_group(placed_one))
 
     def _with_global_rank(self, statement: Statement) -> Statement:
         """As torchrun's summary numbers it, where a line has the local rank in torchrun's own prefix."""
@@ -354,18 +401,20 @@ class Scan:
         """
         for chain in stream.chains:
             if stream.rank is None or stream.chains[-1][-1][0] - chain[-1][0] < CHAIN_LINES:
-                # The innermost exception of a chain comes first and the last says what it meant, if it is no worse.
-                yield min(reversed(chain), key=lambda one: one[1].kind)
+                # The innermost exception of a chain comes first and the last says what it meant, if it is no worse; for
+                # want of memory anything may be raised.
+                yield min(reversed(chain), key=lambda one: (one[1].kind, "OutOfMemoryError" not in one[1].message))
 
-    def _take(self, raw: str) -> None:
-        line = COLOUR.sub("", raw[:LINE_LENGTH])
-        if line.startswith('{"log":'):  # Docker's file of a container
-            try:
-                line = str(json.loads(line)["log"]).rstrip("\n")
-            except (ValueError, KeyError):
-                return
+    def _take(self, raw: str, following: str) -> None:
+        line = _plain(raw)
         key, rank, is_own = "", self.rank, self._is_exception
-        if match := _RANKS.match(line):
+        if TRACEBACK in line:
+            self._learn_prefix(line, TRACEBACK, _plain(following))
+        if learned := next((match for prefix in self._prefixes if (match := prefix.match(line))), None):
+            key, line = _CLOCK.sub("", learned[0]), line[learned.end() :]
+            if of_rank := _OF_RANK.search(key):
+                rank = int(next(filter(None, of_rank.groups())))
+        elif match := _RANKS.match(line):
             key, line = match[1].rstrip(), line[match.end() :]
             rank = int(re.findall(r"\d+", key)[-1])
             is_own = match[1].endswith(" ")  # PyTorch's own prefix, which every line of a message has
@@ -386,6 +435,18 @@ class Scan:
                 stream.before = line
         (self._open.add if stream.is_open else self._open.discard)(key)
 
+    def _learn_prefix(self, line: str, begins: str, following: str = "") -> None:
+        """Remember what stands before TorchTitan's words, or before a traceback's header and the line that follows."""
+        prefix, found, _ = line.partition(begins)
+        # PyTorch's prefix and the time stamps are known, and a margin is that of an exception group.
+        is_known = not found or not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
+        if is_known or any(known.match(line) for known in self._prefixes):
+            return
+        pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(prefix)))
+        match = pattern.match(following)
+        if begins != TRACEBACK or (match and following.startswith(("  ", TRACEBACK), match.end())):
+            self._prefixes.append(pattern)
+
     # Python's exceptions
 
     def _exception(self, stream: _Stream, line: str) -> bool:
@@ -399,7 +460,7 @@ class Scan:
                 self._end_chain(stream)
             stream.inside, stream.is_linked, stream.places, stream.frame = True, False, "", None
             # Python prints these two kinds for what does not end the process, the first at its very end.
-            stream.is_muted = stream.before.startswith(_MUTED)
+            stream.muted_by = match[0] if (match := _MUTED.match(stream.before)) else ""
             if of_rank := re.search(r"\(RANK (\d+)\)", line):
                 stream.rank = int(of_rank[1])
             stream.before = ""
@@ -434,7 +495,9 @@ class Scan:
 
     def _close(self, stream: _Stream) -> None:
         """Make a statement of the exception that was read last."""
-        if stream.text and not stream.is_muted and "ChildFailedError" not in stream.text[0]:
+        if stream.text and stream.muted_by == _OF_THREAD:  # it explains an end that nobody else does
+            self._add(stream, Kind.ENDED, " ".join(line.strip() for line in stream.text), is_end=False)
+        elif stream.text and not stream.muted_by and "ChildFailedError" not in stream.text[0]:
             lines = [line.strip() for line in stream.text]
             kept = [line for line in lines if line and not _BOILERPLATE.match(line) and "Traceback (most" not in line]
             message = _NCCL_PLACE.sub(r"NCCL error in \1: ", " ".join(kept) or lines[0])
@@ -473,7 +536,7 @@ class Scan:
             words = match[1].partition("terminated with exception: ")[2] or match[1]
             self._end_chain(stream)
             stream.text, stream.at = [f"{thrown}: {words}" if thrown else words], self._line
-            stream.frame, stream.is_muted, stream.places = None, False, ""
+            stream.frame, stream.muted_by, stream.places = None, "", ""
         elif match := _FATAL.match(line):
             stream.fatal, stream.is_current = match[1], False
         elif stream.fatal and _THREAD.match(line):
@@ -504,8 +567,12 @@ class Scan:
             kind, message = entry.kind, " ".join(match.expand(entry.message).split())
             if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in APPLICATION_XIDS:
                 kind = Kind.TRAPPED
+            # A link that breaks before anybody times out is what they wait for; later it is a process that gave up. In
+            # the text of one rank nothing tells which.
+            elif kind is Kind.ABORTED and "NET/" in message and self.rank is None:
+                kind = kind if any(one.kind is Kind.TIMED_OUT for one in self._found) else Kind.WAITED
             self._add(stream, kind, message, is_end=entry.is_end)
-            return kind is Kind.WAITED or "kernel's assertion" in entry.message
+            return entry.kind is Kind.WAITED or "kernel's assertion" in entry.message
         return False
 
     def _add(
@@ -578,6 +645,16 @@ _SIGNAL_HINTS: Final = {
     "SIGBUS": " (often no space left in /dev/shm)",
     "SIGILL": " (an instruction that the processor does not have)",
 }
+
+
+def _plain(raw: str) -> str:
+    """A line without colours; of one that a container or a logger wrote as JSON, the message."""
+    line = COLOUR.sub("", raw[:LINE_LENGTH])
+    if line.startswith("{"):
+        with suppress(ValueError, AttributeError):
+            record = json.loads(line)
+            line = next((text for key in _MESSAGES if isinstance(text := record.get(key), str)), line)
+    return line.rstrip("\n")
 
 
 def _where(stream: _Stream) -> str:

@@ -21,6 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -93,12 +94,13 @@ def read_own_times(folder: Path) -> pd.DataFrame:
     """
     rows = []
     for file in sorted(folder.glob("*.jsonl")):
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if FETCHED in line and line.endswith("}\n"):  # the last line may be cut
-                    entry = json.loads(line)
-                    if entry.get("log_type_name") == FETCHED and "step" in entry:
-                        rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"] / 1e3))
+                if FETCHED in line:
+                    with suppress(ValueError, LookupError, TypeError):  # a line that was cut or torn
+                        entry = json.loads(line)
+                        if entry["log_type_name"] == FETCHED:
+                            rows.append((entry["step"], entry["rank"], entry["host_name"], entry["value"] / 1e3))
     if not rows:
         raise BadInput(f"{folder} has no times of ranks; train with time_ranks: true in the cluster's profile")
     return pd.DataFrame(rows, columns=["step", "rank", "host", "time_s"])

@@ -328,10 +328,10 @@ def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     """Return the rows whose ``tps`` counts for throughput statistics.
 
     Left out are the steps up to ``warmup_steps``, the first row that each restart logged (its interval contains
-    compilation and allocator warm-up again), and rows without ``tps``. A row averages over the steps since the row
-    before it, so choose ``warmup_steps`` as a multiple of the logging interval.
+    compilation and allocator warm-up again), and rows without ``tps``, or one of 0. A row averages over the steps
+    since the row before it, so choose ``warmup_steps`` as a multiple of the logging interval.
     """
-    keep = (table["step"] > warmup_steps) & table["tps"].notna()
+    keep = (table["step"] > warmup_steps) & (table["tps"] > 0)  # NaN is not above 0 either
     if (table["segment"] > 0).any():  # grouping takes ten times as long as all the rest, and most runs never restart
         first_step = table.groupby([*_RUN, "segment"], dropna=False)["step"].transform("min")
         keep &= ~((table["segment"] > 0) & (table["step"] == first_step))

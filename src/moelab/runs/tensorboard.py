@@ -56,7 +56,9 @@ def read_tensorboard(folder: str | Path) -> MetricsRead:
     Raises:
         NotATensorBoardFolder: no event file lies under ``folder``.
     """
-    return metrics_read(*_columns(_launches(_event_files(Path(folder)))))
+    damage: list[str] = []
+    columns = _columns(_launches(_event_files(Path(folder))), damage)
+    return metrics_read(*columns, notes=tuple(damage))
 
 
 def tensorboard_runs(folder: Path) -> list[MetricsRead]:
@@ -75,14 +77,17 @@ def tensorboard_runs(folder: Path) -> list[MetricsRead]:
         runs["/".join(names)].append(file)
     reads = []
     for name, own in sorted(runs.items()):
-        reads += separate_runs(*_columns(_launches(own)), source=folder, run=(name or None) if len(runs) > 1 else None)
+        damage: list[str] = []
+        columns = _columns(_launches(own), damage)
+        called = (name or None) if len(runs) > 1 else None
+        reads += separate_runs(*columns, source=folder, run=called, notes=tuple(damage))
     return reads
 
 
-def _columns(launches: list[list[Path]]) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
-    """Return what :func:`metrics_read` takes, of the launches that logged anything."""
+def _columns(launches: list[list[Path]], damage: list[str]) -> tuple[Columns, Columns, dict[int, tuple[int, float]]]:
+    """Return what :func:`metrics_read` takes, of the launches that logged anything; add what is lost to ``damage``."""
     # The number of a file stands for its rank: only which rows are of one rank matters.
-    every = ([(rank, one) for rank, file in enumerate(files) for one in _scalars(file)] for files in launches)
+    every = ([(rank, one) for rank, file in enumerate(files) for one in _scalars(file, damage)] for files in launches)
     logged = [scalars for scalars in every if scalars]
     failures = {}
     for number, scalars in enumerate(logged):
@@ -165,8 +170,8 @@ class Scalars(NamedTuple):
     time: NDArray[np.float64]
 
 
-def _scalars(file: Path) -> Iterator[Scalars]:
-    """Yield all scalars of a file, in any order.
+def _scalars(file: Path, damage: list[str]) -> Iterator[Scalars]:
+    """Yield all scalars of a file, in any order, and add how many of its records are lost to ``damage``.
 
     A run has thousands of records, and those of one tag differ in time, step and value alone. So protobuf reads one of
     each kind, and the others are read by the places that these have in it.
@@ -175,7 +180,10 @@ def _scalars(file: Path) -> Iterator[Scalars]:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    for records, width in _records_of_one_form(file.read_bytes()):
+    content, starts, sizes, lost = _sound_records(file.read_bytes())
+    if lost:
+        damage.append(f"{file.name} is damaged: {lost}")
+    for records, width in _records_of_one_form(content, starts, sizes):
         event = Event.FromString(records[0].tobytes())
         step = (records[:, 10 : 10 + width].astype(np.int64) & 127) << 7 * np.arange(width)
         values = [one for one in event.summary.value if one.HasField("simple_value")]
@@ -196,9 +204,10 @@ def _scalars(file: Path) -> Iterator[Scalars]:
                     yield Scalars(one.tag, *map(np.array, numbers))
 
 
-def _records_of_one_form(data: bytes) -> Iterator[tuple[NDArray[np.uint8], int]]:
+def _records_of_one_form(
+    content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.uint8], int]]:
     """Yield records that are alike but for bytes 1 to 8, the number from byte 10 on, and the last 4; and its width."""
-    content, starts, sizes = _sound_records(data)
     for size in np.unique(sizes[sizes > 0]).tolist():
         records = sliding_window_view(content, size)[starts[sizes == size]]
         # A number has seven bits in each byte, and its last byte is below 128.
@@ -211,28 +220,28 @@ def _records_of_one_form(data: bytes) -> Iterator[tuple[NDArray[np.uint8], int]]
                 yield same[form.reshape(-1) == number], width
 
 
-def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the bytes of a TFRecord file, and where those of its records that are sound start and how long they are.
+def _sound_records(data: bytes) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64], str]:
+    """Return the bytes of a TFRecord file, where its sound records start, their lengths, and what is lost, in words.
 
     A record is its length, the length's checksum, the content and its checksum. Where a length is damaged or the file
     was cut, nothing behind it can be found.
     """
     starts, sizes, position = [], [], 0
-    while position + 16 <= len(data):
+    while position + 12 <= len(data):
         (size,) = _LENGTH.unpack_from(data, position)
-        if position + 16 + size > len(data):
-            break
         starts.append(position)
-        sizes.append(size)
+        sizes.append(min(size, len(data)))  # a damaged one may be more than an int64 holds
         position += 16 + size
     content, start, size_ = np.frombuffer(data, np.uint8), np.array(starts, np.int64), np.array(sizes, np.int64)
     unsound = np.flatnonzero(~_are_sound(content, start, np.full(len(start), 8)))
     known = slice(unsound[0] if len(unsound) else None)
     start, size_ = start[known] + 12, size_[known]
-    small = size_ <= _LONGEST_BYTES
+    small = (size_ <= _LONGEST_BYTES) & (start + size_ + 4 <= len(data))  # and whole: of the last, a kill leaves a part
     start, size_ = start[small], size_[small]
     kept = _are_sound(content, start, size_)
-    return content, start[kept], size_[kept]
+    lost = [f"{len(kept) - kept.sum()} of {len(kept)} records cannot be read"] if not kept.all() else []
+    lost += [f"what follows record {unsound[0]} cannot be found"] if len(unsound) else []
+    return content, start[kept], size_[kept], " and ".join(lost)
 
 
 def _are_sound(content: NDArray[np.uint8], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:

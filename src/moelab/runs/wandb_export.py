@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any, Final, cast
@@ -49,6 +51,8 @@ _ARM_NAMES: Final = ("experiment", "group", "arm", "config", "precision", "seed"
 _SUFFIXES: Final = (".csv", ".json", ".jsonl", ".ndjson", ".parquet")
 _PACKED: Final = (".gz", ".xz", ".bz2", ".zst")
 _TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
+_LAST_SECOND: Final = 1e11
+"""Of an epoch's seconds, in the year 5138: more are milliseconds, as W&B's server counts."""
 _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
@@ -61,10 +65,11 @@ def read_wandb(path: str | Path) -> list[MetricsRead]:
     Raises:
         BadInput: the file cannot be read, or has no step column or none of TorchTitan's metrics.
     """
-    reads = []
-    for run, history in _runs(_cells(Path(path)), Path(path)):
+    reads, damage = [], list[str]()
+    for run, history in _runs(_cells(Path(path), damage), Path(path)):
         steps, validation = _columns(history, STEP_METRICS), _columns(history, VALIDATION_METRICS)
-        reads += separate_runs(steps, validation, _failures(history), source=Path(path), run=run)
+        notes = (*damage, *_no_numbers(history))
+        reads += separate_runs(steps, validation, _failures(history), source=Path(path), run=run, notes=notes)
     return reads
 
 
@@ -79,17 +84,32 @@ def is_export(path: Path) -> bool:
     return not (b"step:" in head and b"loss:" in head)
 
 
-def _cells(path: Path) -> pd.DataFrame:
-    """Return the file's cells as text, empty where there is no value."""
+def _cells(path: Path, damage: list[str]) -> pd.DataFrame:
+    """Return the file's cells as text, empty where there is no value, and add what could not be read to ``damage``."""
     try:
         if ".parquet" in path.suffixes:
             frame = pd.read_parquet(path).reset_index(drop=True)
             return frame.astype(object).where(frame.notna(), "").astype(str)
-        text = b"".join(LogBytes(path)).decode("utf-8-sig")  # Excel puts a mark in front
+        content = LogBytes(path)
+        text = b"".join(content).decode("utf-8-sig")  # Excel puts a mark in front
+        damage += [content.damage] if content.damage else []
         if ".csv" in path.suffixes:
             separator = max(",;\t", key=text.partition("\n")[0].count)  # a spreadsheet may have saved it
-            return pd.read_csv(StringIO(text), dtype=str, keep_default_na=False, sep=separator)
-        records = [{name: str(value) for name, value in row.items() if value is not None} for row in _records(text)]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                # Without `index_col`, cells to spare in each row would move all of them by one column.
+                cells: pd.DataFrame = pd.read_csv(
+                    StringIO(text),
+                    dtype=str,
+                    keep_default_na=False,
+                    sep=separator,
+                    index_col=False,
+                    on_bad_lines="warn",
+                )
+            damage += [" ".join(str(warning.message).split()) for warning in caught]
+            return cells
+        parsed = _records(text, damage)
+        records = [{name: str(value) for name, value in row.items() if value is not None} for row in parsed]
         return pd.DataFrame(records, dtype=object).fillna("")
     except (OSError, ValueError, AttributeError, TypeError, NotALog) as error:  # JSON may be of any shape
         raise BadInput(
@@ -98,11 +118,18 @@ def _cells(path: Path) -> pd.DataFrame:
         ) from error
 
 
-def _records(text: str) -> list[dict[str, Any]]:
+def _records(text: str, damage: list[str]) -> list[dict[str, Any]]:
     try:
         parsed = json.loads(text)
     except ValueError:  # a record a line
-        parsed = [json.loads(line) for line in text.splitlines() if line.strip()]
+        parsed, lines = [], [line for line in text.splitlines() if line.strip()]
+        for line in lines:
+            with suppress(ValueError):
+                parsed.append(json.loads(line))
+        if not parsed:
+            raise
+        if lost := len(lines) - len(parsed):
+            damage.append(f"{lost} of {len(lines)} lines are damaged or cut off, and are not read")
     if not isinstance(parsed, dict):
         return list(parsed)
     columns = list(parsed.values())
@@ -132,6 +159,7 @@ def _runs(cells: pd.DataFrame, path: Path) -> Iterator[tuple[str | None, pd.Data
     if time and numbers["time"].isna().all():  # a web page and pandas write dates
         dates = pd.to_datetime(cells[time], utc=True, errors="coerce", format="mixed")
         numbers["time"] = (dates - pd.Timestamp(0, tz="UTC")).dt.total_seconds()
+    numbers["time"] = numbers["time"].where(numbers["time"] < _LAST_SECOND, numbers["time"] / 1000)
     if "_step" in cells:  # where only some rows have the metric `step`
         numbers["step"] = numbers["step"].fillna(_number(cells["_step"]))
     for run, columns in metrics.items():
@@ -190,6 +218,16 @@ def _columns(history: pd.DataFrame, metrics: dict[str, str]) -> Columns:
 
 def _number(cells: pd.Series[Any]) -> pd.Series[float]:
     return pd.to_numeric(cells, errors="coerce").astype("float64")
+
+
+def _no_numbers(history: pd.DataFrame) -> Iterator[str]:
+    """Say which values of metrics are no numbers, such as those with a decimal comma."""
+    for name in (str(column) for column in history.columns):
+        if step_column(name) or name in VALIDATION_METRICS:
+            cells = history[name]
+            wrong = cells[_number(cells).isna() & ~cells.str.lower().isin(("", "none", "null", *_NOT_FINITE))]
+            if len(wrong):
+                yield f"{len(wrong)} of {len(cells)} values of {name} are no numbers, such as {wrong.iloc[0][:40]!r}"
 
 
 def _failures(history: pd.DataFrame) -> dict[int, tuple[int, float]]:

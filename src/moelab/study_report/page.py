@@ -167,6 +167,8 @@ def verdicts_figure(judged: Report) -> Any:
         (verdict,) = judged.verdicts
         arm, reference, _ = contrast(verdict.arm, verdict.reference)
         finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
+        if not verdict.seeds:
+            finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
     words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
@@ -184,7 +186,9 @@ def loss_figure(judged: Report) -> Any:
     note, final_fraction = judged.loss_note, judged.final_fraction
     if judged.study is not None:
         marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
-        return loss_curves(judged.table, final_fraction=final_fraction, final=judged.final, note=note, marks=marks)
+        dropped = len(judged.dropped_seeds) > 0
+        table, final = (judged.kept, None) if dropped and len(judged.kept) else (judged.table, judged.final)
+        return loss_curves(table, final_fraction=final_fraction, final=final, note=note, marks=marks)
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
     if not sides:
         raise BadInput("none of these runs logged a loss")
@@ -210,7 +214,7 @@ def throughput_figure(judged: Report) -> Any:
     if judged.study is not None:
         # Bars are drawn for emulated arms too, but no gain of theirs.
         gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
-        return throughput_bars(judged.table, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
+        return throughput_bars(judged.kept, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
     sides = [side for side in judged.sides if len(side.tps)]
     if not sides:
         raise BadInput("none of these runs logged a speed after its warm-up")
@@ -347,7 +351,6 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     rows: list[list[Any]] = []
     for side in sides:
         low, high = quartiles(side.tps)
-        comparable = first_tps and side.label not in judged.no_gain  # an export may hold speeds of 0
         rows.append(
             [
                 side.label,
@@ -358,7 +361,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
                 side.held_out_nats,
                 median(side.tps),
                 f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                median(side.tps) / first_tps if comparable else math.nan,
+                math.nan if side.label in judged.no_gain else median(side.tps) / first_tps,
                 side.memory_gib,
                 side.memory_percent,
             ]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import pandas as pd
@@ -28,6 +29,7 @@ from moelab.analysis.compare_runs import (
     kernel_facts,
     machine_differences,
     mixed_facts,
+    speed_differences,
 )
 from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.side import Side, median
@@ -117,6 +119,11 @@ class Report:
         return joined_rows(self.finished)
 
     @cached_property
+    def kept(self) -> pd.DataFrame:
+        """Rows of :attr:`table` without those of dropped seeds."""
+        return self.table[~self.table["seed"].isin(self.dropped_seeds)]
+
+    @cached_property
     def verdicts(self) -> list[Verdict]:
         """Convergence of every other side, on the final training loss."""
         if self.study is None:
@@ -131,17 +138,21 @@ class Report:
     def held_out(self) -> list[Verdict]:
         """Convergence of every other arm, on the loss of text that no run trained on."""
         seeds: dict[str, ArmSeeds] = {}
+        last_steps = [int(run.validation["step"].iloc[-1]) for run in self.finished if len(run.validation)]
+        # The step that most validated last: one run alone, cut off or longer, does not decide for the others.
+        step = mode(last_steps) if last_steps else 0
         for side in self.sides:
             losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
             for run in side.finished:
-                seed, loss = run.seed or 0, run.validation_loss
+                of_step = run.validation.loc[run.validation["step"] == step, "loss"]
+                seed, loss = run.seed or 0, float(of_step.iloc[-1]) if len(of_step) else math.nan
                 if math.isfinite(loss):
                     losses[seed] = loss
                 # The log of a pipeline rank without the loss has no held-out loss either: that is no divergence.
-                elif len(run.validation) and run.rows["loss"].notna().any():
+                elif len(of_step) and run.rows["loss"].notna().any():
                     diverged[seed] = f"the held-out loss is {loss}"
                 else:
-                    lost[seed] = "no held-out loss was logged"
+                    lost[seed] = f"no held-out loss was logged at step {step}"
             # Arms that never validated are left out: they have nothing to hold against the others.
             if losses or diverged or side.diverged_seeds:
                 seeds[side.arm] = ArmSeeds.of(losses, diverged, lost)
@@ -165,16 +176,16 @@ class Report:
     @cached_property
     def throughput(self) -> list[ArmThroughput]:
         """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
-        if throughput_rows(self.table, warmup_steps=WARMUP_STEPS).empty:
+        if throughput_rows(self.kept, warmup_steps=WARMUP_STEPS).empty:
             return []
-        return arm_throughput(self.table, warmup_steps=WARMUP_STEPS)
+        return arm_throughput(self.kept, warmup_steps=WARMUP_STEPS)
 
     @cached_property
     def no_gain(self) -> dict[str, str]:
         """Why no gain over the first side, and no ratio to its speed, is claimed: label to words."""
         first, reasons = self.reference, {}
         for side in self.others:
-            words = machine_differences(side, first)
+            words = (speed_differences if self.study is None else machine_differences)(side, first)
             if self.study is not None and side.experiment is not None and first.experiment is not None:
                 settings = differing_settings(side.experiment, first.experiment)
                 words = [*(fact for name, fact in settings.items() if name not in NOT_FOR_SPEED), *words]
@@ -193,7 +204,8 @@ class Report:
     def gains(self) -> list[Gain]:
         """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
         # A gain is paired by seed, so a run of an unknown machine takes its partner with it.
-        table, baseline = joined_rows([run for run in self.finished if run.speed_known]), self.reference.arm
+        known = [run for run in self.finished if run.speed_known and run.seed not in self.dropped_seeds]
+        table, baseline = joined_rows(known), self.reference.arm
         if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
             return []
         seeds = {side.arm: set(table.loc[table["arm"] == side.arm, "seed"]) for side in self.sides}
@@ -299,6 +311,15 @@ class Report:
                 ],
             }
             others = [f"{_names(sides)}: {what}" for what, sides in unknown.items() if sides]
+            held_out = {
+                side.label: int(run.validation["step"].iloc[-1])
+                for side in self.sides
+                for run in side.runs
+                if len(run.validation)
+            }
+            if len(set(held_out.values())) > 1:
+                steps = ", ".join(f"{label} step {step:,}" for label, step in held_out.items())
+                others.append(f"the held-out losses are of different steps: {steps}")
         else:
             # An arm without any finished or diverged seed has no verdict that would name it.
             unnamed = [side for side in self.sides if not side.finished and not side.diverged_seeds]
@@ -338,9 +359,9 @@ class Report:
     @property
     def measured_speeds(self) -> list[Side]:
         """The other sides whose tokens/s may be held against the reference's: real kernels on GPUs in both."""
-        if self.on_cpu or self.reference.emulated:
+        if self.reference.on_cpu or self.reference.emulated:
             return []
-        return [side for side in self.others if not side.emulated]
+        return [side for side in self.others if not (side.on_cpu or side.emulated)]
 
     @cached_property
     def summary(self) -> dict[str, str]:
@@ -351,11 +372,13 @@ class Report:
     def _faster(self) -> str:
         if not self.others:
             return "There is nothing to compare with."
-        if self.on_cpu:
-            return "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
+        on_cpu, words = [side for side in self.others if side.on_cpu], "a CPU process stands in for a GPU"
+        if self.reference.on_cpu or len(on_cpu) == len(self.others):
+            return f"Not measured: {words} here, so its tokens/s say nothing about a GPU's."
         findings = [self._speed_words(side) for side in self.measured_speeds]
         if emulated := [side for side in self.sides if side.emulated]:
             findings.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
+        findings += [f"not measured for {_names(on_cpu)}: {words}"] if on_cpu else []
         return _joined(findings)
 
     def _unclaimed(self, label: str) -> str:
@@ -372,9 +395,9 @@ class Report:
             words = "; ".join(one.sentence() for one in gains) or f"{side.label} logged no tokens/s for a common seed"
             return f"{words}: no difference is shown" if unresolved else words
         own, reference = median(side.tps), median(first.tps)
-        if not own > 0 or not reference > 0:  # NaN is not above 0 either
+        if math.isnan(own) or math.isnan(reference):
             return f"{side.label} and {first.label} did not both log tokens/s"
-        return f"{side.label} logged {own / reference:.3g} times the tokens/s of {first.label}"
+        return f"{side.label} logged {own / reference:.3g} times the tokens/s per GPU of {first.label}"
 
     @property
     def _same_loss(self) -> str:
@@ -391,6 +414,14 @@ class Report:
         if single:
             answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
             answers.append("A single run cannot show what another seed would change.")
+        # A yes is of the arms alone only where all else is the same.
+        judged = {verdict.arm for verdict in self.verdicts}
+        sides = [side for side in self.others if {side.arm, side.label} & judged]
+        answers += [
+            words if len(sides) == 1 else f"{side.label}: {words}"
+            for side in sides
+            for words in caveats(side, self.reference)
+        ]
         return " ".join(answers)
 
     @property
@@ -605,6 +636,8 @@ def _loss_words(verdict: Verdict) -> str:
     if verdict.decided_by:
         return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    if not verdict.seeds:
+        return f"{arm} and {reference} have no finished seed in common"
     words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"

@@ -256,7 +256,7 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         raise BadInput(f"{path} cannot be compared: {reason}; give {VALID}") from error
     settings = settings_of(path, len(collected))
     for run in collected:
-        yield Side(label=_short(run.run), attempted=(run,), settings=settings)
+        yield Side(label=_short(run.run or path.name), attempted=(run,), settings=settings)
 
 
 def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:

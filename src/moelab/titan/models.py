@@ -24,8 +24,6 @@ from moelab.errors import Refused
 from moelab.model.shape import ModelShape, shape_of
 
 TITAN_FLAVORS = {"debug": "debugmodel", "16B": "16B", "671B": "671B"}
-
-
 NANO_SETTINGS: dict[str, Any] = {
     "mscale": 1.0,
     "router_score_func": "sigmoid",
@@ -33,8 +31,6 @@ NANO_SETTINGS: dict[str, Any] = {
     "non_blocking_capacity_factor": None,
     "rope": ComplexRoPE.Config(dim=shape_of("nano").qk_rope_head_dim, max_seq_len=4096, theta=10000.0),
 }
-
-
 FLEX_TILES = {
     "fwd_BLOCK_M": 128,
     "fwd_BLOCK_N": 64,
@@ -51,8 +47,6 @@ FLEX_TILES = {
 instead of 3.7 ms forward and 24.7 instead of 11.8 backward, for 2 x 4,096 tokens, 128 heads, causal, on an H200.
 TorchTitan requests autotuning, but a compile of the whole model ignores its options for this part
 (``benchmarks/results/experts_h200.json``)."""
-
-
 FLASH_BLOCKS = (128, 96)
 """Queries and keys per mask block for flash-attn-4 on Hopper: for heads of 192 features its backward pass takes keys 96
 at a time and refuses TorchTitan's 128. With it attention takes 2.6 ms forward and 9.2 backward at the sizes above, and

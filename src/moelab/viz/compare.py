@@ -19,10 +19,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences
+from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences, speed_differences
 from moelab.analysis.side import Side, median
 from moelab.runs.table import merge_segments
-from moelab.viz.draw import draw_band, draw_mean, panels
+from moelab.viz.draw import draw_band, draw_mean, list_rows, over_steps, panels
 from moelab.viz.study import thinning_words
 from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
 
@@ -60,9 +60,8 @@ def compared_difference(
         band = difference_curve(by_label[one.reference], by_label[one.label], one)
         draw_band(figure, band["low"], band["high"], styles[one.label])
         draw_mean(figure, band["mean"], styles[one.label], hovertemplate="%{y:+.4f}")
-    figure.update_xaxes(title_text="step")
-    first = "<br>".join(wrap(f"loss − loss of {sides[0].label}", 40))
-    figure.update_yaxes(title_text=f"{first}<br>(nats per token)", tickformat=".6~f")
+    first = wrap(f"loss − loss of {sides[0].label}", 40)
+    over_steps(figure, f"{first}<br>(nats per token)", tickformat=".6~f")
     return figure.update_layout(showlegend=True)
 
 
@@ -91,7 +90,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
             draw_mean(figure, mean[name].dropna(), styles[label], **axes)
         figure.update_yaxes(rangemode="tozero", col=column)
     figure.update_yaxes(**_log_axis(pd.concat(list(norms.values())) if norms else pd.Series(dtype=float)), col=1)
-    return figure.update_xaxes(title_text="step")
+    return figure.update_xaxes(title_text="step").update_layout(hovermode="x unified")
 
 
 def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
@@ -107,16 +106,15 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
         style = styles[side.label]
         low, first, middle, third, high = np.percentile(side.tps, [5, 25, 50, 75, 95])
         figure.add_box(
-            y=["<br>".join(wrap(side.label, LABEL_CHARACTERS))],
+            y=[wrap(side.label, LABEL_CHARACTERS)],
             **{"lowerfence": [low], "q1": [first], "median": [middle], "q3": [third], "upperfence": [high]},
             orientation="h",
             fillcolor=style.fill(0.35),
             line={"color": style.color, "width": 2},
             name=style.label,
         )
-    figure.update_xaxes(title_text="tokens/s per GPU (per process on a CPU)", rangemode="tozero", tickformat=",")
-    figure.update_yaxes(autorange="reversed", showgrid=False, ticks="")
-    return figure.update_layout(showlegend=False, hovermode="closest")
+    figure.update_xaxes(rangemode="tozero", tickformat=",")
+    return list_rows(figure, "tokens/s per GPU (per process on a CPU)", showlegend=False)
 
 
 def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
@@ -133,7 +131,7 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
     for side in sides:
         style = styles[side.label]
         seconds = np.quantile(side.step_time_s, share, method="inverted_cdf")
-        line = {"color": style.color, "width": 2.5, "dash": style.dash, "shape": "hv"}
+        line = {**style.line(), "shape": "hv"}
         reading = "%{y:.0f} % of steps within %{x:.3g} s"
         figure.add_scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
     everything = np.concatenate([side.step_time_s for side in sides])
@@ -141,7 +139,7 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
         figure.update_xaxes(**_log_axis(everything))
     figure.update_xaxes(title_text="seconds a step")
     figure.update_yaxes(title_text="steps done within (%)", range=[0, 102])
-    return figure.update_layout(hovermode="closest", showlegend=True)
+    return figure.update_layout(showlegend=True)
 
 
 def _log_axis(values: ArrayLike) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def loss_finding(sides: Sequence[Side], differences: Sequence[Difference]) -> st
         rows = sides[0].table.dropna(subset=["loss"])
         return f"{sides[0].label} goes from {rows['loss'].iloc[0]:.3f} to {rows['loss'].iloc[-1]:.3f} nats per token"
     if not known:
-        return "The runs have no step in common"
+        return "The runs have no step in common at the end"
     far = max(known, key=lambda one: abs(one.nats))
     steps = f"over steps {far.first_step:,} to {far.steps[-1]:,}"
     where = f"{abs(far.nats):.4f} nats {'below' if far.nats < 0 else 'above'} {far.reference}"
@@ -176,7 +174,7 @@ def _difference_finding(differences: Sequence[Difference]) -> str:
     if not known:
         return differences[0].sentence()
     far = max(known, key=lambda one: abs(one.nats))
-    ends = f"{far.label} ends {far.nats:+.4f} nats from {far.reference}"
+    ends = f"{far.label} {far.verb} {far.nats:+.4f} nats from {far.reference}"
     if far.unfinished:
         return f"{ends} at step {far.steps[-1]:,}; {far.unfinished}"
     return f"{ends}; one run each cannot say whether a change of seed does as much"
@@ -186,14 +184,15 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
     middles = {side.label: median(side.tps) for side in sides}
     if len(sides) == 1:
         return f"{sides[0].label}: {middles[sides[0].label]:,.0f} tokens/s"
-    fast, slow = (pick(sides, key=lambda side: middles[side.label]) for pick in (max, min))
-    if not middles[slow.label]:
-        return f"{slow.label} logged 0 tokens/s"
-    if machine_differences(fast, slow):
+    slow, *_, fast = sorted(sides, key=lambda side: middles[side.label])  # two, also where all are as fast
+    if speed_differences(fast, slow):
         both = f"{middles[fast.label]:,.0f} and {middles[slow.label]:,.0f} tokens/s"
-        return f"{fast.label} and {slow.label} logged {both}, not on like machines: no gain is claimed"
+        why = "not on like machines" if machine_differences(fast, slow) else "not of the same work"
+        return f"{fast.label} and {slow.label} logged {both}, {why}: no gain is claimed"
     ratio = f"{middles[fast.label] / middles[slow.label]:.3g}"
     known = all("gpu" in side.settings.values for side in sides)
     if not known or any(side.emulated or side.on_cpu for side in sides):
-        return f"{fast.label} logged {ratio} times the tokens/s of {slow.label}"  # unknown hardware, or emulated
+        return (
+            f"{fast.label} logged {ratio} times the tokens/s per GPU of {slow.label}"  # unknown hardware, or emulated
+        )
     return f"{fast.label} trains {ratio} times as fast as {slow.label}"

@@ -25,11 +25,13 @@ from moelab.projection.exchange import QuotedBandwidth
 from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
 from moelab.projection.traffic import Pass
 from moelab.viz.draw import (
+    draw_bars,
     draw_limit,
     error_bars,
     in_panel,
     inside,
     legend_entry,
+    list_rows,
     nothing_to_draw,
     panels,
     write_beside,
@@ -80,7 +82,7 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
     draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card", color=WARNING, width=1.5, margin_px=80)
     figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
-    return figure.update_layout(barmode="group", bargap=0.3)
+    return figure.update_layout(barmode="group", bargap=0.3, hovermode="x unified")
 
 
 def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
@@ -90,7 +92,6 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     beside each bar; ``words`` say in the subtitle what the sizes are.
     """
     totals_gb = {name: sum(one.moved_bytes for one in passes) / 1e9 for name, passes in paths.items()}
-    names = list(paths)[::-1]
     most, least = max(totals_gb.values()), min(totals_gb.values())
     figure = new_figure(
         f"From the wire to the experts: {most:.2f} GB over memory pass by pass, {least:.2f} GB in one",
@@ -99,16 +100,14 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
         height=380,
     )
     for step, color in _PASS_COLORS.items():
-        amounts = [sum(one.moved_bytes for one in paths[name] if one.name == step) / 1e9 for name in names]
-        hover = f"{step}: %{{x:.2f}} GB<extra></extra>"
-        figure.add_bar(x=amounts, y=names, name=step, orientation="h", marker_color=color, hovertemplate=hover)
-    for name in names:
-        text = f"<b>{totals_gb[name]:.2f} GB</b>, {totals_gb[name] / hbm_tb_s:.2f} ms"
-        write_beside(figure, totals_gb[name], name, text, px=6, size=13, color=INK)
-    figure.update_xaxes(title_text="GB read and written", range=[0, 1.35 * most])
-    figure.update_yaxes(showgrid=False, ticks="", ticklabelstandoff=6)
-    figure.update_yaxes(tickvals=names, ticktext=[name.replace(": ", ":<br>") for name in names])
-    return figure.update_layout(barmode="stack", bargap=0.35, hovermode="closest", legend_traceorder="normal")
+        amounts = [sum(one.moved_bytes for one in passes if one.name == step) / 1e9 for passes in paths.values()]
+        draw_bars(figure, list(paths), amounts, step, "%{x:.2f} GB", marker_color=color)
+    for name, total_gb in totals_gb.items():
+        text = f"<b>{total_gb:.2f} GB</b>, {total_gb / hbm_tb_s:.2f} ms"
+        write_beside(figure, total_gb, name, text, px=6, size=13, color=INK)
+    list_rows(figure, "GB read and written", barmode="stack", bargap=0.35)
+    figure.update_yaxes(tickvals=list(paths), ticktext=[name.replace(": ", ":<br>") for name in paths])
+    return figure.update_xaxes(range=[0, 1.35 * most]).update_yaxes(ticklabelstandoff=6)
 
 
 # --- measured exchanges ----------------------------------------------------------------------------------------------
@@ -154,7 +153,7 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
     figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
     figure.update_yaxes(title_text="ms", col=1)
-    return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25, hovermode="closest")
+    return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25)
 
 
 def exchange_table(measured: Measurement) -> pd.DataFrame:
@@ -212,12 +211,10 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
             line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
             hovertemplate="%{y:.0f} GB/s",
         )
-    level = {
-        "line": {"color": WARNING, "width": 1.5, "dash": "dash"},
-        "annotation_font": {"size": 12, "color": WARNING},
-    }
-    words = f"plain copy {copy_gb_s:.0f} GB/s"
-    figure.add_hline(y=copy_gb_s, annotation_text=words, annotation_position="top right", **level)
+    words = {"text": f"plain copy {copy_gb_s:.0f} GB/s", "font": {"size": 12, "color": WARNING}}
+    look = {"color": WARNING, "width": 1.5, "dash": "dash"}
+    figure.add_hline(y=copy_gb_s, line=look, annotation=words, annotation_position="top right")
+    figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title_text="streaming multiprocessors", tickvals=sorted({row["sms"] for row in rows}))
     return figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
 
@@ -317,16 +314,10 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
             star += "†" if any(one.stock_short for one in by_routing.values()) else ""
             write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
-    figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f", title_text="× stock")
-    figure.update_yaxes(
-        tickvals=list(range(len(lines))),
-        ticktext=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines],
-        range=[len(lines) - 0.5, -0.5],
-        ticks="",
-        ticklabelstandoff=6,
-        tickfont_size=13,
-    )
-    return figure.update_layout(hovermode="closest", legend_y=-0.16)
+    names = [f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines]
+    list_rows(figure, "× stock", names=names, legend_y=-0.16)
+    figure.update_yaxes(ticklabelstandoff=6, tickfont_size=13, showgrid=True)
+    return figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f")
 
 
 def _arm_words(result: ArmResult) -> str:
@@ -410,11 +401,8 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         for side, (arm, style) in enumerate(arm_styles(SCALING_ARMS).items()):
             middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
             name, line = plot_text(two_by_two_label(arm)), {"color": style.color, "dash": "dot", "width": 1.5}
-            hollow = {
-                "mode": "lines+markers",
-                "line": line,
-                "marker": {"symbol": f"{style.symbol}-open", "line_width": 2},
-            }
+            outline = {"symbol": f"{style.symbol}-open", "line_width": 2}
+            hollow = {"mode": "lines+markers", "line": line, "marker": outline}
             filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol}}
             for what, all_ends, aside, look in (
                 ("predicted", predicted_ends, -ASIDE / 2, hollow),
@@ -435,4 +423,4 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     figure.update_xaxes(tickvals=places, ticktext=[f"EP {ep}" for ep in EP_DEGREES], showgrid=False)
     figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
     figure.update_yaxes(title_text="× stock", col=1)
-    return figure.update_layout(hovermode="closest", legend_y=-0.14)
+    return figure.update_layout(legend_y=-0.14)

@@ -8,11 +8,10 @@ from itertools import accumulate
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.curves import joined_lines, thinned, thinning
-from moelab.viz.theme import INK, MUTED, WARNING, ArmStyle, new_figure, wrap
+from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
 
 
 def panels(
@@ -24,21 +23,29 @@ def panels(
     height: int = 460,
     spacing: float = 0.08,
     shared: bool = False,
+    width: int = NORMAL,
+    widths: Sequence[float] | None = None,
 ) -> go.Figure:
     """An empty figure of several panels in a row, with a title as :func:`moelab.viz.theme.new_figure` writes it.
 
-    ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis.
+    ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis; ``widths`` are
+    those of the panels in proportion. Panels may go without titles.
     """
-    # make_subplots begins a figure of its own, without the title's layout, and leaves no room for its panels' titles.
-    headed = new_figure(finding, subtitle=subtitle, note=note, height=height)
-    figure = make_subplots(
-        rows=1, cols=len(titles), subplot_titles=list(titles), horizontal_spacing=spacing, shared_yaxes=shared
+    figure = new_figure(finding, subtitle=subtitle, note=note, height=height, width=width)
+    # Not make_subplots, whose figure would have plotly's own template under the theme.
+    figure.set_subplots(
+        cols=len(titles),
+        subplot_titles=list(titles),
+        horizontal_spacing=spacing,
+        shared_yaxes=shared,
+        column_widths=widths and list(widths),
     )
-    figure.update_layout(headed.layout)
+    if not any(titles):
+        return figure
     figure.update_annotations(font={"size": 13, "color": MUTED})
     lines = 1 + max(title.count("<br>") for title in titles)
     room = 24 + max(0, lines - 2) * 17
-    return figure.update_layout(margin_t=headed.layout.margin.t + room, height=headed.layout.height + room)
+    return figure.update_layout(margin_t=figure.layout.margin.t + room, height=figure.layout.height + room)
 
 
 def in_panel(column: int, name: str) -> dict[str, object]:
@@ -52,9 +59,43 @@ def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> d
     return {"text": list(texts), "textfont": font, **place}
 
 
+def list_rows(figure: go.Figure, x: str = "", *, names: Sequence[str] = (), **layout: object) -> go.Figure:
+    """Make the vertical axis a list, the first row on top; ``x`` is the title of the other, ``layout`` goes to plotly.
+
+    Rows are the categories of the traces, or with ``names`` the places 0, 1, 2 …, where marks can stand beside a row.
+    """
+    places = {"tickvals": list(range(len(names))), "ticktext": list(names), "range": [len(names) - 0.5, -0.5]}
+    axis = {"ticks": "", "ticklabelstandoff": 4, "showgrid": False}  # names stand as far off as with a tick
+    figure.update_yaxes(**axis, **(places if names else {"autorange": "reversed"}))
+    figure.update_xaxes(title_text=x or None)
+    return figure.update_layout(legend_traceorder="normal", **layout)  # of stacked bars plotly lists the last first
+
+
+def legend_below(figure: go.Figure, px: int) -> go.Figure:
+    """Put the legend at the lower edge, with so much room from there to the axis; the figure grows by it.
+
+    In a low figure a legend that is placed from the axis would lie on the axis' title.
+    """
+    below = {"yref": "container", "y": 0, "yanchor": "bottom"}
+    return figure.update_layout(legend=below, margin_b=px, height=figure.layout.height + max(0, px - 60))
+
+
+def over_steps(figure: go.Figure, y: str, **axis: object) -> go.Figure:
+    """Name the axes of curves over steps, all of which show their value at the step that is pointed at."""
+    return figure.update_layout(xaxis_title_text="step", yaxis={"title_text": y, **axis}, hovermode="x unified")
+
+
+def draw_bars(
+    figure: go.Figure, rows: Sequence[object], values: Sequence[float], name: str, hover: str, **options: object
+) -> None:
+    """Horizontal bars of one name, one in each row; ``hover`` is a bar's value in plotly's words."""
+    hover = f"{name}: {hover}<extra></extra>"
+    figure.add_bar(x=values, y=rows, name=name, orientation="h", hovertemplate=hover, **options)
+
+
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
     """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
-    labels = ["<br>".join(wrap(arm_label(arm), 18)) for arm in arms]
+    labels = [wrap(arm_label(arm), 18) for arm in arms]
     # Places are numbers, not names, so that seeds and intervals can stand beside the middle of a bar.
     figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
@@ -102,6 +143,12 @@ def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int =
     figure.add_annotation(text=text, showarrow=False, font=font or None, **place)
 
 
+def name_map(figure: go.Figure, title: str, x: float, y: float, *, xref: str = "x", size: int = 13) -> None:
+    """Write the title of one of a figure's maps above it, from its left edge; ``y`` is a part of the plot's height."""
+    corner = {"x": x, "xref": xref, "y": y, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    figure.add_annotation(text=title, showarrow=False, font={"size": size, "color": INK}, **corner)
+
+
 def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: float, margin_px: int) -> None:
     """A dashed level across the figure, named in the right margin, where no bar is."""
     figure.add_hline(y=y, line={"color": color, "width": width, "dash": "dash"})
@@ -117,15 +164,10 @@ def draw_seeds(figure: go.Figure, curves: pd.DataFrame, style: ArmStyle, *, opac
     figure.add_trace(go.Scatter(x=x, y=y, line={"color": style.fill(opacity), "width": 1}, **(trace | options)))
 
 
-def name_loss_axes(figure: go.Figure) -> go.Figure:
-    """Of a figure of loss over steps."""
-    return figure.update_layout(xaxis_title_text="step", yaxis_title_text="loss (nats per token)")
-
-
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
-    trace |= {"line": {"color": style.color, "width": 2.5, "dash": style.dash}, "hovertemplate": "%{y:.4f}"}
+    trace |= {"line": style.line(), "hovertemplate": "%{y:.4f}"}
     mean = thinned(mean)
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))
 

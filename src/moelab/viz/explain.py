@@ -16,9 +16,8 @@ from moelab.explain.against import Comparison, GemmRate
 from moelab.explain.categories import COMMUNICATION, STRAGGLERS
 from moelab.explain.explanation import Explanation
 from moelab.explain.rank import length_us
-from moelab.explain.trace import Rows
 from moelab.hardware import known_gpu
-from moelab.viz.draw import diamonds, draw_limit
+from moelab.viz.draw import diamonds, draw_bars, draw_limit, legend_below, list_rows
 from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
@@ -69,7 +68,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
     for part in order:
         _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _LOOKS.get(part, _OTHER))
-    return _rows(figure, legend_px=150).update_layout(barmode="stack")
+    return legend_below(list_rows(figure, "ms", barmode="stack", bargap=0.35), 150)
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
@@ -103,7 +102,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     figure.add_trace(
         diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
     )
-    return _rows(figure, legend_px=110).update_layout(barmode="stack", bargap=0.25)
+    return legend_below(list_rows(figure, "ms", barmode="stack", bargap=0.25), 110)
 
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
@@ -126,18 +125,13 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         note=_known(replayed),
         height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
     )
-    labels = ["<br>".join(wrap(f"{cause}: {_host_work(where)}", 36)) for cause, where in longest]
+    labels = [wrap(f"{cause}: {_host_work(where)}", 36) for cause, where in longest]
     for number, (name, step) in enumerate(explained.items()):
         idle_ms = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
         x = [idle_ms.get(key, 0.0) for key in longest]
-        _add_bars(
-            figure,
-            plot_text(name),
-            [*labels, "all else"],
-            [*x, max(0.0, step.idle_ms - sum(x))],
-            _STEPS[number % len(_STEPS)],
-        )
-    return _rows(figure, legend_px=60 + 22 * len(explained)).update_layout(barmode="group", bargap=0.25)
+        rest_ms = max(0.0, step.idle_ms - sum(x))
+        _add_bars(figure, plot_text(name), [*labels, "all else"], [*x, rest_ms], _STEPS[number % len(_STEPS)])
+    return legend_below(list_rows(figure, "ms", barmode="group", bargap=0.25), 60 + 22 * len(explained))
 
 
 def _host_work(where: str) -> str:
@@ -175,7 +169,7 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
         if limit < 2.2 * max(reached):
             draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
     figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
-    return figure.update_layout(barmode="group", hovermode="closest", legend_y=-0.22)
+    return figure.update_layout(barmode="group", legend_y=-0.22)
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:
@@ -194,7 +188,7 @@ def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figu
     parts = [row.part for row in compared.rows]
     for name, look in looks.items():
         _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)
-    return _rows(figure, legend_px=80).update_layout(barmode="group", bargap=0.3)
+    return legend_below(list_rows(figure, "ms", barmode="group", bargap=0.3), 80)
 
 
 def timeline(
@@ -253,29 +247,25 @@ def timeline(
         width=WIDE,
     )
     for name, (lane, color, of_part) in drawn.items():
-        if len(of_part):
-            _draw(figure, of_part, lane, name, color, labels["name"])
+        if not len(of_part):
+            continue
+        took = of_part["end"] - of_part["start"]
+        longest = np.sort(np.argsort(-took, kind="stable")[:MOST_BARS])
+        figure.add_bar(
+            base=of_part["start"][longest].round(4),
+            x=took[longest].round(4),
+            y=[lane] * len(longest),
+            text=[plot_text(labels["name"][row][:60]) for row in of_part["name"][longest]],
+            textposition="none",
+            orientation="h",
+            marker={"color": color, "line": {"width": 0}},
+            name=name,
+            hovertemplate="%{text}: %{x:.3f} ms<extra>%{fullData.name}</extra>",
+        )
     figure.update_xaxes(title_text="ms after the first event", range=[first, last])
     lanes = ["host", "other communication", "FSDP", "exchange", "compute"]
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, ticks="", showgrid=False, fixedrange=True)
-    return figure.update_layout(barmode="overlay", bargap=0.25, hovermode="closest", dragmode="zoom", legend_y=-0.25)
-
-
-def _draw(figure: go.Figure, rows: Rows, lane: str, name: str, color: str, names: Sequence[str]) -> None:
-    """Intervals as bars of one trace."""
-    took = rows["end"] - rows["start"]
-    longest = np.sort(np.argsort(-took, kind="stable")[:MOST_BARS])
-    figure.add_bar(
-        base=rows["start"][longest].round(4),
-        x=took[longest].round(4),
-        y=[lane] * len(longest),
-        text=[plot_text(names[row][:60]) for row in rows["name"][longest]],
-        textposition="none",
-        orientation="h",
-        marker={"color": color, "line": {"width": 0}},
-        name=name,
-        hovertemplate="%{text}: %{x:.3f} ms<extra>%{fullData.name}</extra>",
-    )
+    return figure.update_layout(barmode="overlay", bargap=0.25, dragmode="zoom", legend_y=-0.25)
 
 
 def _known(replayed: bool) -> str:
@@ -295,7 +285,7 @@ def _traced(explained: Mapping[str, Explanation]) -> str:
 
 
 def _labels(names: Iterable[str]) -> list[str]:
-    return ["<br>".join(wrap(name, 26)) for name in names]
+    return [wrap(name, 26) for name in names]
 
 
 def _marker(color: str, shape: str) -> dict[str, object]:
@@ -303,20 +293,4 @@ def _marker(color: str, shape: str) -> dict[str, object]:
 
 
 def _add_bars(figure: go.Figure, name: str, y: Sequence[object], ms: Sequence[float], look: tuple[str, str]) -> None:
-    figure.add_bar(
-        y=y,
-        x=ms,
-        name=name,
-        orientation="h",
-        marker=_marker(*look),
-        hovertemplate=f"{name}: %{{x:.1f}} ms<extra></extra>",
-    )
-
-
-def _rows(figure: go.Figure, *, legend_px: int) -> go.Figure:
-    """Axes of horizontal bars, the first on top, and the legend below, however few the bars are."""
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="ms")
-    below = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
-    height = figure.layout.height + max(0, legend_px - 60)
-    return figure.update_layout(bargap=0.35, hovermode="closest", legend=below, margin_b=legend_px, height=height)
+    draw_bars(figure, y, ms, name, "%{x:.1f} ms", marker=_marker(*look))

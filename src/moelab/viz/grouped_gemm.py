@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
 from moelab.projection.gemm import Rates, gain, grouped_parts
 from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
-from moelab.viz.draw import write_beside
+from moelab.viz.draw import draw_bars, legend_below, list_rows, write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, menu
 
@@ -82,8 +81,7 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
     ticks = sorted(set(table["m"]))
     figure.update_xaxes(title_text="rows M of all groups", type="log", tickvals=ticks)
     figure.update_xaxes(ticktext=[f"{m // 1024}k" for m in ticks])
-    figure.update_yaxes(title_text="BF16 time / 8-bit time")
-    return figure.update_layout(hovermode="closest")
+    return figure.update_yaxes(title_text="BF16 time / 8-bit time")
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
@@ -100,25 +98,14 @@ def predicted_speedups(table: pd.DataFrame) -> go.Figure:
     # Of cases such as "grouped 16384×2048×1408, 8 groups".
     parts = table["case"].str.extract(r"×(\d+)×(\d+), (\d+) ")
     names = [f"N {n}, K {k}, {counted(int(groups), 'group')}" for n, k, groups in parts.itertuples(index=False)]
-    figure.add_bar(
-        y=names,
-        x=2 * GOAL * table["measured"],
-        base=(1 - GOAL) * table["measured"],
-        orientation="h",
-        width=0.55,
-        name="measured ± 10 %",
-        marker={"color": OTHER},
-        hoverinfo="skip",
-    )
+    wide = {"base": (1 - GOAL) * table["measured"], "marker_color": OTHER, "width": 0.55, "hoverinfo": "skip"}
+    draw_bars(figure, names, (2 * GOAL * table["measured"]).tolist(), "measured ± 10 %", "", **wide)
     looks = {"measured": (INK, "line-ns-open"), "left_out": ("#D55E00", "diamond"), "split": ("#0072B2", "circle-open")}
     for column, (color, symbol) in looks.items():
         marker = {"color": color, "symbol": symbol, "size": 16 if column == "measured" else 11, "line": {"width": 2}}
-        figure.add_scatter(
-            y=names, x=table[column].round(3), name=column.replace("_", " "), mode="markers", marker=marker
-        )
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    figure.update_xaxes(title_text="BF16 time / MXFP8 time")
-    return figure.update_layout(hovermode="closest", barmode="overlay")
+        name = column.replace("_", " ")
+        figure.add_scatter(y=names, x=table[column].round(3), name=name, mode="markers", marker=marker)
+    return list_rows(figure, "BF16 time / MXFP8 time", barmode="overlay")
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
@@ -129,7 +116,7 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
         subtitle=f"{case.groups} experts of N {case.n:,}, K {case.k:,}, M {case.m:,} rows in all, on a {rates.gpu}: "
         "forward + backward, kernels alone",
         note="predicted by the model, not measured",
-        height=420,
+        height=350,
         width=NARROW,
     )
     precisions: tuple[GroupedPrecision, ...] = (
@@ -140,21 +127,13 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     for kind, (name, color) in PART_LOOKS.items():
         times_ms = [1e3 * sum(part.time_s for part in each if part.kind == kind) for each in parts]
         if any(times_ms):
-            figure.add_bar(
-                y=labels,
-                x=[round(time, 4) for time in times_ms],
-                name=name,
-                orientation="h",
-                marker={"color": color},
-                hovertemplate="%{x:.3f} ms",
-            )
+            times_ms = [round(time, 4) for time in times_ms]  # as the figure is sent at every choice
+            draw_bars(figure, labels, times_ms, name, "%{x:.3f} ms", marker_color=color)
     totals = [1e3 * sum(part.time_s for part in each) for each in parts]
     for label, total in zip(labels, totals, strict=True):
         write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
-    below = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
-    figure.update_layout(barmode="stack", hovermode="closest", bargap=0.35, legend=below, margin_b=130)
-    figure.update_xaxes(title_text="time (ms)", range=[0, 1.18 * max(totals)])
-    return figure.update_yaxes(autorange="reversed", showgrid=False)
+    figure.update_xaxes(range=[0, 1.18 * max(totals)])
+    return legend_below(list_rows(figure, "time (ms)", barmode="stack", bargap=0.35), 130)
 
 
 def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) -> go.Figure:
@@ -239,7 +218,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     figure.update_xaxes(type="log", tickvals=m_ticks, ticktext=[f"{m // 1024}k" for m in m_ticks], showgrid=False)
     figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
     figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
-    return figure.update_layout(hovermode="closest", legend_y=-0.2)
+    return figure.update_layout(legend_y=-0.2)
 
 
 MODELS = ("671B", "16B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "Kimi-K2", "gpt-oss-120b")
@@ -254,16 +233,15 @@ class ExpertExplorer(Explorer):
     The menus begin at the arguments, which are those of :func:`moelab.projection.gemm_fit.expert_work`.
     """
 
-    figure_px = NARROW
+    label_px, control_px = 104, 244
 
     def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
-        px: dict[str, Any] = {"label_px": 104, "width_px": 244}
         controls = {
-            "model": menu("model", MODELS, model, **px),
-            "gpu": menu("GPU, format", FITS, next(iter(FITS)), **px),
-            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format, **px),
-            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format, **px),
-            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format, **px),
+            "model": menu("model", MODELS, model),
+            "gpu": menu("GPU, format", FITS, next(iter(FITS))),
+            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format),
+            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format),
+            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format),
         }
         super().__init__(controls, ["parts"])
 
@@ -284,8 +262,8 @@ class ExpertExplorer(Explorer):
         least, most = ("never" if math.isinf(end) else f"{end:,.0f}" for end in (even.low, even.high))
         needed = "no M" if math.isinf(even.value) else f"{even.value:,.0f} rows"
         words = (
-            f"<div role='status'><b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
+            f"<b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
             f"break-even {needed} ({least} to {most}) · gain {gained.value:.2f} × "
-            f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)</div>"
+            f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)"
         )
         return words, {"parts": step_parts(case, rates)}

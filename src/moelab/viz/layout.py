@@ -30,7 +30,7 @@ from moelab.model.hugging_face import published_models, read_model
 from moelab.plan import layout_words, parameters_text
 from moelab.projection.project import extrapolated, project, speed_text
 from moelab.recommendation import Recommendation
-from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, nothing_to_draw
+from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, name_map, nothing_to_draw
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure
 from moelab.viz.widget import Explorer, labelled_control
@@ -99,8 +99,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         ):
             hidden = {"visible": False, "fixedrange": True, "anchor": f"{other}{suffix}"}
             figure.update_layout({f"{axis}axis{suffix}": {**hidden, "range": ends, "domain": domain}})
-        corner = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
-        figure.add_annotation(x=left, y=top, text=title, showarrow=False, font={"size": 13, "color": INK}, **corner)
+        name_map(figure, title, left, top, xref="paper")
         for trace in (grid.squares(colors, texts), *grid.boxes(), chosen):
             figure.add_trace(trace.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}"))
     square = {"symbol": "square", "size": 12}
@@ -111,8 +110,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
         ("no peer", {**square, "color": OTHER}),
     ):
         figure.add_trace(legend_entry(name, mode="markers", marker=look))
-    figure.update_layout(legend={"y": 0.0, "yanchor": "top"}, margin={"l": 12, "r": 12, "b": 40})
-    return figure.update_layout(hovermode="closest")
+    return figure.update_layout(legend={"y": 0.0, "yanchor": "top"}, margin={"l": 12, "r": 12, "b": 40})
 
 
 def _reach(groups: Sequence[Group], rank: int, box: str) -> str:
@@ -276,7 +274,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
     draw(idle, "wait (bubble)", "waits %{x} units", marker={"color": "white", "line_width": 0, "pattern": hatch})
     every = 1 if layout.pp <= 16 else 4
     # Each bar has a base of its own, so they overlay; the legend stands 58 px under the axis.
-    figure.update_layout(barmode="overlay", hovermode="closest", legend={"traceorder": "normal", "y": -58 / rows_px})
+    figure.update_layout(barmode="overlay", legend={"traceorder": "normal", "y": -58 / rows_px})
     figure.update_xaxes(title_text="time (units of one forward of one stage)", range=[0, shown], showgrid=False)
     figure.update_yaxes(title_text="pipeline rank", tickvals=list(range(0, layout.pp, every)), ticklabelstandoff=6)
     return figure.update_yaxes(range=[layout.pp - 0.5, -0.5], showgrid=False, ticks="")
@@ -393,25 +391,22 @@ class LayoutExplorer(Explorer):
         rank: global rank whose groups the mesh shows first.
     """
 
-    figure_px = NARROW
+    label_px, control_px = 118, 244
 
     def __init__(self, experiment: Experiment, *, name: str = "", rank: int = 0) -> None:
         # Without a pipeline too the control of the micro-batch says what goes forward at once.
         at_once = {"microbatch": experiment.sequences_at_once, "accumulate_gradients": True}
         self.experiment = experiment.model_copy(update={"dp_shard": -1, **at_once})  # as the controls stand now
         self._given = {name or experiment.model: (experiment.model, experiment.shape)}
-        px: dict[str, Any] = {"label_px": 118, "width_px": 244}
         models = list(dict.fromkeys([*self._given, *published_models(), *SHAPES]))
         hardware = [(str(one), one) for one in dict.fromkeys([experiment.hardware, *_CLUSTERS])]
         fixed: dict[str, Any] = {"model": models, "hardware": hardware}
         controls = {
-            field: labelled_control("Dropdown", label, options=fixed.get(field, ()), **px)
-            for field, label in LABELS.items()
+            field: labelled_control("Dropdown", label, options=fixed.get(field, ())) for field, label in LABELS.items()
         }
         figures = [(label, key) for key, label in FIGURES.items()]
-        controls["figure"] = labelled_control("Dropdown", "figure", options=figures, **px)
-        most = experiment.world_size - 1
-        controls["rank"] = labelled_control("BoundedIntText", "of rank", value=rank, max=most, **px)
+        controls["figure"] = labelled_control("Dropdown", "figure", options=figures)
+        controls["rank"] = labelled_control("BoundedIntText", "of rank", value=rank, max=experiment.world_size - 1)
         self._mark(controls)
         super().__init__(controls, tuple(FIGURES))
 
@@ -470,9 +465,9 @@ class LayoutExplorer(Explorer):
             except (BadInput, Refused) as error:
                 verdict += f" · speed not predicted: {error}"
         words = (
-            f"<div role='status' style='line-height:1.35'><b>{html.escape(verdict)}</b><br>"
+            f"<b>{html.escape(verdict)}</b><br>"
             f"{parameters_text(x)} · {x.world_size} GPUs · {html.escape(layout_words(x))} · "
-            f"{x.global_batch:,} sequences a step</div>"
+            f"{x.global_batch:,} sequences a step"
         )
         wanted, rank = (self.controls[name].value for name in ("figure", "rank"))
         if wanted == "memory":

@@ -47,8 +47,9 @@ from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
+from moelab.viz.draw import list_rows, write_beside
 from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
-from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel
+from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
 
 MOST_POINTS: Final = 500
 HALF: Final = 415
@@ -103,19 +104,13 @@ def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
             f"about {format_seconds(run.left_s)} left" if math.isfinite(run.left_s) else "",
             reason if len(reason) <= 60 else f"{reason[:59]}…",
         ]
-        figure.add_bar(
-            x=[run.step / run.steps if run.steps else 0.0],
-            y=[name],
-            orientation="h",
-            marker_color=_STATE_COLORS[run.status.state],
-            name=name,
-            hovertemplate=f"{plot_text(run.name)}<extra></extra>",
-        )
+        done, color = run.step / run.steps if run.steps else 0.0, _STATE_COLORS[run.status.state]
+        hover = f"{plot_text(run.name)}<extra></extra>"
+        figure.add_bar(x=[done], y=[name], orientation="h", marker_color=color, name=name, hovertemplate=hover)
         text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(filter(None, details)))}"
-        figure.add_annotation(text=text, x=0.01, y=name, showarrow=False, xanchor="left", font_size=13)
+        write_beside(figure, 0.01, name, text, size=13)
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    return figure.update_layout(showlegend=False, barmode="overlay", hovermode="closest", uirevision="live")
+    return list_rows(figure, showlegend=False, barmode="overlay", uirevision="live")
 
 
 def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = "") -> go.Figure:
@@ -156,8 +151,8 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
             y=run[column].to_numpy(dtype=float),
             mode="lines+markers",
             name=name,
-            line={"color": style.color, "dash": style.dash, "width": 2},
-            marker={"symbol": style.symbol, "size": 7 if len(run) <= 30 else 1, "color": style.color},
+            line=style.line(2),
+            marker=style.marker(7 if len(run) <= 30 else 1),
             hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
         )
     quoted = arm_styles([row.arm for row in THROUGHPUT])
@@ -171,7 +166,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text=title, **axis)
     # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
-    return figure.update_layout(uirevision="live", hovermode="closest", legend_y=-0.42)
+    return figure.update_layout(uirevision="live", legend_y=-0.42)
 
 
 def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
@@ -200,7 +195,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
     figure.update_xaxes(title_text="step", type="category", showgrid=False, nticks=12)
     tick = max(1, seconds.shape[1] // 8)
     figure.update_yaxes(title_text="global rank", showgrid=False, autorange="reversed", dtick=tick, tick0=0)
-    return figure.update_layout(hovermode="closest", plot_bgcolor=GRID, uirevision="live")
+    return figure.update_layout(plot_bgcolor=GRID, uirevision="live")
 
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
@@ -220,7 +215,7 @@ def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     figure.add_trace(go.Scatter(x=known, y=gib, mode="lines+markers", line=line, marker_size=4, hovertemplate=hover))
     figure.update_xaxes(title_text="global rank", dtick=max(1, len(table.memory_gib) // 8))
     figure.update_yaxes(title_text="GiB", rangemode="tozero")
-    return figure.update_layout(showlegend=False, hovermode="closest", uirevision="live")
+    return figure.update_layout(showlegend=False, uirevision="live")
 
 
 def label(run: RunNow) -> str:
@@ -297,8 +292,10 @@ class LiveView:
         import ipywidgets as widgets
 
         seconds = {"value": interval_s, "min": 0.5, "max": 600, "step": 0.5}
-        self.interval = labelled_control("BoundedFloatText", "look every … s", label_px=110, width_px=200, **seconds)
-        self.shown = labelled_control("Dropdown", "run", label_px=110, width_px=800)
+        self.interval = labelled_control("BoundedFloatText", "look every … s", **seconds)
+        self.shown = labelled_control("Dropdown", "run")
+        size_control(self.interval, 110, 200)
+        size_control(self.shown, 110, 800)
         self.cancel = widgets.Button(description="Cancel this run …", disabled=True)
         self.confirm = widgets.Button(description="Yes, cancel it", button_style="danger")
         self.keep = widgets.Button(description="No, keep it")

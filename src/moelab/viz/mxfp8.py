@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from moelab.errors import BadInput
+from moelab.viz.draw import legend_below, panels
 from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
-from moelab.viz.widget import Explorer, labelled_control
+from moelab.viz.widget import Explorer, labelled_control, menus
 
 if TYPE_CHECKING:
     from moelab.mxfp8.errors import ErrorRow, GemmRow, StoredNumbers
@@ -65,10 +65,7 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
         "smaller numbers of a block are subnormal and lose more, up to all.",
         height=480,
         width=WIDE,
-    )
-    # make_subplots begins a figure of its own: only its axes are taken.
-    halves = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.6, 0.4])
-    figure.update_layout({name: halves.layout[name] for name in ("xaxis", "xaxis2", "yaxis", "yaxis2")})
+    ).set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.6, 0.4])
     places = list(range(count))
     figure.add_bar(x=places, y=stored[0].values, name="exact", marker_color=EXACT, opacity=0.4)
     for one in stored:
@@ -91,7 +88,8 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
     figure.update_yaxes(title_text="value", selector={"anchor": "x"})
     figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the row"}})
     figure.update_layout(xaxis2={"dtick": 4, "range": [-0.7, count - 0.3]}, margin_b=50, bargap=0.15)
-    return figure.update_layout(legend={"y": 1.0, "yanchor": "bottom"}, margin_t=figure.layout.margin.t + 22)
+    figure.update_layout(margin_t=figure.layout.margin.t + 22, hovermode="x unified")
+    return figure.update_layout(legend={"y": 1.0, "yanchor": "bottom"})
 
 
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
@@ -114,7 +112,7 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
             opacity=0.5 if name == "ceil" else 1,
             hovertemplate="%{y:.1f} %",
         )
-    figure.update_layout(legend_y=-0.26)
+    figure.update_layout(legend_y=-0.26, hovermode="x unified")
     figure.add_hline(y=0, line={"color": MUTED, "width": 1})
     figure.update_xaxes(title_text="largest magnitude of the block (multiple of the power of two below)")
     return figure.update_yaxes(title_text="its error (%)")
@@ -196,9 +194,7 @@ def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, 
 
 def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
     figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
-    # From the figure's lower edge up: under a low plot a legend placed from the axis would lie on the axis' title.
-    below = {"yref": "container", "y": 0, "yanchor": "bottom"}
-    return figure.update_layout(hovermode="closest", legend=below, margin_b=125, height=figure.layout.height + 65)
+    return legend_below(figure, 125)
 
 
 # The explorer
@@ -207,12 +203,13 @@ SHAPE = (128, 512)
 BLOCKS = (8, 16, 32, 64, 128, 512)
 """Block sizes to choose from; the last is a whole row."""
 MOST_OUTLIER_LOG2 = 20
-_MENUS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "distribution": ("values", {"Gaussian": "gaussian", "Student's t": "student_t"}),
-    "block": ("block", {f"{size}{' (a row)' * (size == SHAPE[1])}": size for size in BLOCKS}),
-    "scaling": ("scaling", {name.upper(): name for name in ("floor", "rceil", "even", "ceil")}),
-    "element": ("element", {"E4M3": "e4m3", "E5M2": "e5m2", "E2M1 (NVFP4)": "e2m1"}),
+_MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
+    "distribution": ("values", {"gaussian": "Gaussian", "student_t": "Student's t"}),
+    "block": ("block", {size: f"{size}{' (a row)' * (size == SHAPE[1])}" for size in BLOCKS}),
+    "scaling": ("scaling", {name: name.upper() for name in ("floor", "rceil", "even", "ceil")}),
+    "element": ("element", {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1 (NVFP4)"}),
 }
+"""Label and words of the values of each menu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,13 +248,16 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     errors = measure(x, number_format)
     outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
     drawn = {"gaussian": "Gaussian", "student_t": "Student's t (3 degrees of freedom)"}[choice.distribution]
-    figure = new_figure(
+    figure = panels(
         f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
         f"{errors.saturated_fraction:.2%} are clipped",
+        ("", "", ""),
         subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars: parts of all blocks, of all "
         "numbers, of all groups of 32.",
         height=380,
         width=NARROW,
+        spacing=0.11,
+        widths=(0.26, 0.28, 0.24),
     )
     exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()  # each number has its block's scale
     # Magnitudes over their scale, in powers of two, against the range of the element.
@@ -266,21 +266,18 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     lowest = element.emin - element.mantissa_bits
     floor = max(powers.min(), lowest - 8)
     sqnr_db = block_sqnr_db(x, cast.values).numpy()
-    for panel, (domain, numbers, x_title) in enumerate(
-        (
-            ([0.0, 0.26], exponents, "scale (log2)"),
-            ([0.37, 0.65], np.maximum(powers, floor), "number / scale (log2)"),
-            ([0.76, 1.0], sqnr_db[np.isfinite(sqnr_db)], "SQNR of 32 (dB)"),
-        )
-    ):
-        suffix = str(panel + 1) if panel else ""
-        x_axis = {"domain": domain, "anchor": f"y{suffix}", "title": {"text": x_title, "font": {"size": 13}}}
-        y_axis = {"anchor": f"x{suffix}", "tickformat": ".1~%"}
-        figure.update_layout({f"xaxis{suffix}": x_axis, f"yaxis{suffix}": y_axis})
+    counted = {
+        "scale (log2)": exponents,
+        "number / scale (log2)": np.maximum(powers, floor),
+        "SQNR of 32 (dB)": sqnr_db[np.isfinite(sqnr_db)],
+    }
+    for column, (title, numbers) in enumerate(counted.items(), start=1):
         # Bars are one wide, whatever the range, and binned here, so that the figure stays small.
         bins, counts = np.unique(np.round(numbers), return_counts=True)
-        axes = {"xaxis": f"x{suffix}", "yaxis": f"y{suffix}", "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
-        figure.add_bar(x=bins, y=counts / len(numbers), width=1.0, marker_color=STORED, **axes)
+        bars = {"marker_color": STORED, "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
+        figure.add_bar(x=bins, y=counts / len(numbers), width=1.0, row=1, col=column, **bars)
+        figure.update_xaxes(title={"text": title, "font": {"size": 13}}, col=column)
+    figure.update_yaxes(tickformat=".1~%")
     figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)
     band = {"type": "rect", "y0": 0, "y1": 1, "xref": "x2", "yref": "y2 domain", "opacity": 0.16, "line_width": 0}
     if floor < lowest - 1:
@@ -289,22 +286,19 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     place = {"x": 0.0, "y": 1.1, "xref": "x2 domain", "yref": "y2 domain", "xanchor": "left"}
     font = {"size": 12, "color": MUTED}
     figure.add_annotation(text="grey: subnormal, red: to zero", showarrow=False, font=font, **place)
-    return figure.update_layout(showlegend=False, bargap=0.05, hovermode="closest", margin_b=55)
+    return figure.update_layout(showlegend=False, bargap=0.05, margin_b=55)
 
 
 class QuantisationExplorer(Explorer):
     """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers."""
 
-    figure_px = NARROW
+    label_px, control_px = 76, 232
 
     def __init__(self, choice: Choice | None = None) -> None:
-        start, px = choice or Choice(), {"label_px": 76, "width_px": 232}
-        controls = {
-            name: labelled_control("Dropdown", label, options=list(options.items()), value=getattr(start, name), **px)
-            for name, (label, options) in _MENUS.items()
-        }
+        start = choice or Choice()
+        controls = menus(_MENUS, vars(start))
         outliers = {"value": start.outlier_log2, "max": MOST_OUTLIER_LOG2, "continuous_update": False}
-        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers, **px)
+        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers)
         super().__init__(controls, ["errors"])
 
     @property

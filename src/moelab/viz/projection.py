@@ -8,7 +8,6 @@ from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
@@ -25,15 +24,18 @@ from moelab.viz.draw import (
     diamonds,
     draw_arm_axis,
     draw_band,
+    draw_bars,
     error_bars,
     inside,
     interval_marks,
+    list_rows,
+    panels,
     running_bars,
     write_beside,
 )
 from moelab.viz.table import TableView, as_table
-from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, plot_text, wrap
-from moelab.viz.widget import Explorer, labelled_control, menu
+from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, wrap
+from moelab.viz.widget import Explorer, labelled_control, menu, menus
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "expert GEMMs": ("expert GEMMs",),
@@ -95,21 +97,20 @@ def step_breakdown(
     left = [start > 0.5 * total_s for start in bars.base]
     ends = [start if before else start + value for start, value, before in zip(bars.base, values, left, strict=True)]
     spread = {name: f" ({_seconds(one.low)} to {_seconds(one.high)})" for name, one in (ranges or {}).items()}
-    numbers = {
-        "x": ends,
-        "y": names,
-        "mode": "text",
-        "text": [f" {_seconds(one)} s{spread.get(name, '')} " for name, one in zip(names, values, strict=True)],
-        "textposition": ["middle left" if before else "middle right" for before in left],
-        "textfont_size": 12,
-        "hoverinfo": "skip",
-    }
-    figure.add_traces([bars, go.Scatter(**numbers)])
+    figure.add_trace(bars)
+    figure.add_scatter(
+        x=ends,
+        y=names,
+        mode="text",
+        text=[f" {_seconds(one)} s{spread.get(name, '')} " for name, one in zip(names, values, strict=True)],
+        textposition=["middle left" if before else "middle right" for before in left],
+        textfont_size=12,
+        hoverinfo="skip",
+    )
     if measured_s:
         figure.add_vline(x=measured_s, line={"color": INK, "dash": "dash", "width": 1.5})
-    axis = {"title_text": "seconds of a step", "range": [0, 1.16 * max(total_s, measured_s or 0)]}
-    rows = {"autorange": "reversed", "ticks": "", "showgrid": False}
-    return figure.update_layout(xaxis=axis, yaxis=rows, showlegend=False, bargap=0.25, hovermode="closest")
+    figure.update_xaxes(range=[0, 1.16 * max(total_s, measured_s or 0)])
+    return list_rows(figure, "seconds of a step", showlegend=False, bargap=0.25)
 
 
 def _seconds(value: float) -> str:
@@ -121,7 +122,7 @@ def arm_breakdowns(
     parts_s: Mapping[str, Mapping[str, float]], *, published_s: Mapping[str, float] | None = None, words: str = ""
 ) -> go.Figure:
     """Steps of several arms as stacked bars of seconds, published whole steps as diamonds; ``words``: of what steps."""
-    labels = {arm: "<br>".join(wrap(arm_label(arm), 18)) for arm in parts_s}
+    labels = {arm: wrap(arm_label(arm), 18) for arm in parts_s}
     totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
     groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
     quoted = " Diamonds: published (quoted)." if published_s else ""
@@ -143,19 +144,10 @@ def arm_breakdowns(
     )
     longest = max(totals.values())
     for (name, values), color in zip(groups.items(), _GROUP_COLORS, strict=True):
-        figure.add_bar(
-            y=list(labels.values()),
-            x=values,
-            name=name,
-            orientation="h",
-            marker={"color": color, "line": {"color": "white", "width": 1.5}},
-            **inside(
-                [f"{value:,.0f}" if value > 0.03 * longest else "" for value in values],
-                color="white" if color in _DARK else INK,
-                size=13,
-            ),
-            hovertemplate=f"{plot_text(name)}: %{{x:.1f}} s<extra></extra>",
-        )
+        marker = {"color": color, "line": {"color": "white", "width": 1.5}}
+        seconds = [f"{value:,.0f}" if value > 0.03 * longest else "" for value in values]
+        written = inside(seconds, color="white" if color in _DARK else INK, size=13)
+        draw_bars(figure, [*labels.values()], values, name, "%{x:.1f} s", marker=marker, **written)
     published = published_s or {}
     for arm, total in totals.items():
         known = f", published {published[arm]:,.0f} s" if arm in published else ""
@@ -164,9 +156,8 @@ def arm_breakdowns(
     if published:
         look = {"name": "published (quoted)", "hovertemplate": "published: %{x:,.1f} s<extra></extra>"}
         figure.add_trace(diamonds(list(published.values()), [labels[arm] for arm in published], **look))
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_xaxes(title_text="seconds of a step", range=[0, 1.4 * longest])
-    return figure.update_layout(barmode="relative", bargap=0.35, hovermode="closest", legend_y=-0.22)
+    figure.update_xaxes(range=[0, 1.4 * longest])
+    return list_rows(figure, "seconds of a step", barmode="relative", bargap=0.35, legend_y=-0.22)
 
 
 def arms_beside_projection(
@@ -215,7 +206,7 @@ def arms_beside_projection(
     draw_arm_axis(figure, arms)
     highest = max([*known.values(), *(one.high for one in projected.values())])
     figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.1 * highest], tickformat=",")
-    return figure.update_layout(hovermode="closest", legend_y=-0.24)
+    return figure.update_layout(legend_y=-0.24)
 
 
 def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], *, fitted: bool) -> str:
@@ -242,24 +233,24 @@ def gains_and_interaction(projected: TwoByTwo) -> go.Figure:
     low, gain, high = _percent(projected.gains["mxfp8_standard"])
     left = projected.interaction
     composes = left.low <= 0 <= left.high
-    headed = new_figure(
+    figure = panels(
         f"By all constants that meet the published steps {contrast('mxfp8_standard', BASELINE)[0]} alone gains "
         f"{gain:.1f} % ({low:.1f} to {high:.1f}) and "
         f"{'no interaction is shown' if composes else 'the two gains do not simply multiply'}; those steps identify "
         "neither",
+        ("", ""),
         subtitle=f"Left: gain over {arm_label(BASELINE)}. Right: gain of both over the product of the gains of each. "
         "Medians and ranges over all constants that meet the three published steps.",
         note="derived: MXFP8 + standard all-to-all was never published",
         height=330,
+        spacing=0.17,
+        widths=(0.66, 0.34),
     )
-    figure = make_subplots(rows=1, cols=2, column_widths=[0.66, 0.34], horizontal_spacing=0.17)
-    figure.update_layout(headed.layout)
-    _draw_intervals(figure, ["<br>".join(wrap(arm_label(arm), 20)) for arm in arms], percents, row=1, col=1)
+    _draw_intervals(figure, [wrap(arm_label(arm), 20) for arm in arms], percents, row=1, col=1)
     _draw_intervals(figure, ["interaction"], [(100 * left.low, 100 * left.value, 100 * left.high)], row=1, col=2)
     figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
-    figure.update_xaxes(title_text="gain (%)", rangemode="tozero", row=1, col=1)
-    figure.update_xaxes(title_text="interaction (%)", row=1, col=2)
-    return figure
+    figure.update_xaxes(title_text="gain (%)", rangemode="tozero", col=1)
+    return figure.update_xaxes(title_text="interaction (%)", col=2)
 
 
 def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) -> go.Figure:
@@ -296,9 +287,7 @@ def _draw_intervals(
     look = {"marker": {"size": 10, "color": DERIVED_COLOR, "symbol": "square"}}
     hover = "%{x:.2f} %<extra></extra>"
     marks = interval_marks(rows, ends, along="x", color=DERIVED_COLOR, hovertemplate=hover, **look)
-    figure.add_trace(marks, **place)
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False)
-    figure.update_layout(hovermode="closest", showlegend=False)
+    list_rows(figure.add_trace(marks, **place), showlegend=False)
 
 
 def _percent(ratio: Estimate) -> tuple[float, float, float]:
@@ -367,7 +356,7 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
         note="derived between two quoted ends",
         height=150 + 44 * (len(changes) + 1),
     )
-    rows = [*("<br>".join(wrap(change.name, 34)) for change in changes), "Megatron-Bridge, whole"]
+    rows = [*(wrap(change.name, 34) for change in changes), "Megatron-Bridge, whole"]
     colors = [OTHER, *(UP if step >= 0 else DOWN for step in steps[1:]), OTHER]
     shapes = ["", *("" if step >= 0 else "/" for step in steps[1:]), ""]
     heights = [*steps, changes[-1].tps]
@@ -379,9 +368,8 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
         write_beside(figure, end, row, label, px=8, size=12)
     hover = "quoted: %{x:,.0f}<extra></extra>"
     figure.add_trace(diamonds(list(quoted.values()), list(quoted), hovertemplate=hover))
-    figure.update_yaxes(autorange="reversed", ticks="", showgrid=False, tickfont_size=12)
-    figure.update_xaxes(title_text="tokens/s per GPU", range=[0, 1.5 * max(quoted_last, *(c.tps for c in changes))])
-    return figure.update_layout(showlegend=False, bargap=0.3, hovermode="closest")
+    figure.update_xaxes(range=[0, 1.5 * max(quoted_last, *(c.tps for c in changes))]).update_yaxes(tickfont_size=12)
+    return list_rows(figure, "tokens/s per GPU", showlegend=False, bargap=0.3)
 
 
 HOLLOW = f"Hollow: outside of what the model was validated on, interval {OUTSIDE_FACTOR:g} times as wide."
@@ -411,9 +399,7 @@ def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Es
     extrapolated = {(point.series, point.x) for point in points if point.projection.outside}
     for number, (arm, style) in enumerate(styles.items()):
         spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
-        hollow = [bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks]
-        filled = ["white" if one else style.color for one in hollow]
-        look = {"symbol": style.symbol, "size": 10, "color": filled, "line": {"color": style.color, "width": 2}}
+        look = style.marker(10, hollow=[bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks])
         places = [place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))]
         named = {"name": style.label, "marker": look, "hovertemplate": "%{y:+.1f} %"}
         figure.add_trace(interval_marks(places, spans, along="y", color=style.color, **named))
@@ -421,7 +407,7 @@ def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Es
     ticks = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
     figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **ticks)
     figure.update_yaxes(title_text="gain (%)", ticksuffix=" %")
-    return figure.update_layout(hovermode="closest", legend_y=-0.22)
+    return figure.update_layout(legend_y=-0.22)
 
 
 def _interval(gain: Estimate) -> str:
@@ -445,27 +431,21 @@ def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
         xs = [point.x for point in line]
         low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
         draw_band(figure, low, high, style, opacity=0.12)
-        outline = {"color": style.color, "width": 2}
         figure.add_scatter(
             x=xs,
             y=[point.projection.tps for point in line],
             mode="lines+markers",
             name=style.label,
             legendgroup=style.label,
-            line={**outline, "dash": style.dash},
-            marker={
-                "symbol": style.symbol,
-                "size": 9,
-                "color": ["white" if point.projection.outside else style.color for point in line],
-                "line": outline,
-            },
+            line=style.line(2),
+            marker=style.marker(9, hollow=[bool(point.projection.outside) for point in line]),
             customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
             hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
         )
     ticks = sorted({point.x for point in points})
     figure.update_xaxes(title_text="GPUs", type="log", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
     figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
-    return figure.update_layout(hovermode="closest", legend_y=-0.22)
+    return figure.update_layout(legend_y=-0.22)
 
 
 def _degrees(point: Point) -> str:
@@ -507,8 +487,6 @@ class ProjectionExplorer(Explorer):
     They begin at the arguments (US dollars); what has no control stays as it is in ``experiment``.
     """
 
-    figure_px = NARROW
-
     def __init__(
         self,
         experiment: Experiment,
@@ -519,18 +497,14 @@ class ProjectionExplorer(Explorer):
         watts_per_gpu: float = 1400.0,
     ) -> None:
         self.experiment = experiment
-        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label, **px)}
         starts = experiment.model_dump(mode="json") | {"gpu": gpu, "gpus": experiment.world_size}
-        for name, (label, known) in _MENUS.items():
-            start = "mxfp8" if name == "precision" and starts[name] != "bf16" else starts[name]
-            words = {start: str(start), **known}
-            options = [(words[value], value) for value in (words if isinstance(start, str) else sorted(words))]
-            controls[name] = labelled_control("Dropdown", label, options=options, value=start, **px)
+        starts["precision"] = "bf16" if starts["precision"] == "bf16" else "mxfp8"
+        model = menu("model", [experiment.model_label, *IN_MENUS], experiment.model_label)
+        controls = {"model": model, **menus(_MENUS, starts)}
         rates = (network_gb_s, price_per_gpu_hour, watts_per_gpu)
         for (name, (label, least, most)), value in zip(_SLIDERS.items(), rates, strict=True):
             scale: dict[str, Any] = {"value": value, "min": least, "max": most, "step": least, "readout_format": ".4g"}
-            controls[name] = labelled_control("FloatSlider", label, **scale, **px)
+            controls[name] = labelled_control("FloatSlider", label, **scale)
         super().__init__(controls, ["step"])
 
     def projected(self) -> Projection:
@@ -561,11 +535,11 @@ class ProjectionExplorer(Explorer):
         room = "" if memory.capacity_gib is None else f" of {memory.capacity_gib:.0f}"
         outside = [f"<br>Extrapolated: {html.escape(one)}" for one in shown.outside]
         words = (
-            f"<div role='status' style='line-height:1.35'><b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
+            f"<b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
             f"<b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % confidence; {shown.label}) "
             f"· {shown.step_time_s:,.2f} s a step · MFU {shown.mfu['causal']:.1%}<br>"
             f"{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours · {spent.days:,.0f} days · "
-            f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}</div>"
+            f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}"
         )
         one = shown.experiment
         where = f"{shown.job.gpus} × {shown.cluster.node.gpu.name}, PP {one.pp}, TP {one.tp}, EP {one.ep}"

@@ -40,8 +40,9 @@ from moelab.viz.draw import (
     error_bars,
     inside,
     interval_marks,
-    name_loss_axes,
+    list_rows,
     nothing_to_draw,
+    over_steps,
     panels,
 )
 from moelab.viz.theme import (
@@ -121,8 +122,8 @@ def loss_curves(
             draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
     draw_marks(figure, marks)
     if has_inset:
-        _place_inset(figure, pd.concat(curves.values(), axis=1), first_of_inset)
-    return name_loss_axes(figure)
+        _place_inset(figure, pd.concat(curves.values(), axis=1).sort_index(), first_of_inset)
+    return over_steps(figure, "loss (nats per token)")
 
 
 def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
@@ -132,9 +133,10 @@ def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
     # Its tick labels stand to the left of that edge, so the curves are looked at from a little before it.
     clear = np.nanmax(curves.loc[before + int((INSET_LEFT - 0.08) * (last - before)) :].to_numpy(dtype=float))
     low, high = np.nanmin(curves.to_numpy(dtype=float)), np.nanmax(curves.to_numpy(dtype=float))
-    floor = low - 0.04 * (high - low)
+    height = (high - low) or 1.0  # of losses that are all the same
+    floor = low - 0.04 * height
     # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
-    top = max(high + 0.04 * (high - low), floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
+    top = max(high + 0.04 * height, floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
     bottom = (clear - floor) / (top - floor) + INSET_GAP
     whole = {"dtick": 1} if last - first < 5 else {"nticks": 5}
     frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
@@ -225,14 +227,13 @@ def loss_difference(
         marker={"color": INK, "size": 10, "symbol": style.symbol},
         hovertemplate="%{y:+.4f}",
     )
-    figure.update_xaxes(title_text="step")
     # The range is symmetric, and cut where a large early difference would hide what is judged.
     ends = [verdict.mean_difference_nats, verdict.interval.low, verdict.interval.high, verdict.margin_nats]
     most = float(np.nanmax(np.abs(ends)))
     everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
     high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0  # of a run against itself all are zero
     # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
-    return figure.update_yaxes(title_text="loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
+    return over_steps(figure, "loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
 
 
 def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: str = "", words: str = "") -> go.Figure:
@@ -240,7 +241,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
 
     ``words`` say in the subtitle what is judged.
     """
-    rows = {name: "<br>".join(wrap(plot_text(name), 34)) for name in verdicts}
+    rows = {name: wrap(name, 34) for name in verdicts}
     figure = new_figure(
         finding,
         subtitle=f"{words}{' ' * bool(words)}Dots: mean difference from the reference; bars: its t interval over "
@@ -250,6 +251,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         width=WIDE,
     )
     colors = {Answer.EQUIVALENT: "#009E73", Answer.DIFFERENT: WARNING}
+    answers = [wrap(one.answer_words, 44) for one in verdicts.values()]  # at the right, one below the other
     for place, (name, one) in enumerate(verdicts.items()):
         color = colors.get(one.answer, MUTED)
         if one.margin_nats > 0:
@@ -263,7 +265,8 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         mark = interval_marks([place], ends, along="x", color=color, **look)
         figure.add_trace(mark.update(error_x_visible=one.interval.exists))
         figure.add_annotation(
-            text=f"<b>{plot_text(one.answer_words)}</b>",
+            text=f"<b>{answers[place]}</b>",
+            align="left",
             x=1,
             xref="paper",
             xanchor="left",
@@ -273,11 +276,10 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
             font_color=color if color != MUTED else INK,
         )
     figure.add_vline(x=0, line={"color": INK, "width": 1})
-    figure.update_xaxes(title_text="loss difference (nats per token)", tickformat="+.4~f", hoverformat="+.4f")
-    figure.update_yaxes(tickvals=list(range(len(rows))), ticktext=list(rows.values()), showgrid=False, ticks="")
-    figure.update_yaxes(range=[len(rows) - 0.5, -0.5])
-    longest = max(len(one.answer_words) for one in verdicts.values())
-    return figure.update_layout(showlegend=False, margin_r=30 + 8 * longest, hovermode="closest")
+    figure.update_xaxes(tickformat="+.4~f", hoverformat="+.4f")
+    right_px = 30 + 8 * max(len(line) for answer in answers for line in answer.split("<br>"))
+    title = "loss difference (nats per token)"
+    return list_rows(figure, title, names=[*rows.values()], showlegend=False, margin_r=right_px)
 
 
 def verdict_examples() -> go.Figure:
@@ -303,9 +305,15 @@ def verdict_examples() -> go.Figure:
 
 
 def _final_finding(final: FinalLosses) -> str:
-    ends = {arm: float(np.mean([*one.losses.values()])) for arm, one in final.seeds.items() if one.losses}
-    if not ends:
+    known = {arm: one.losses for arm, one in final.seeds.items() if one.losses}
+    if not known:
         return "No run reached its last step with a finite loss"
+    # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
+    common = set.intersection(*map(set, known.values()))
+    ends = {
+        arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))
+        for arm, losses in known.items()
+    }
     low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
     if len(ends) == 1:
         return f"{arm_label(low)} ends at {ends[low]:.3f} nats per token"
@@ -313,6 +321,8 @@ def _final_finding(final: FinalLosses) -> str:
     both = f" (both {shared})" if shared else ""
     arms = f"{first} and {second}{both}" if len(ends) == 2 else f"the {len(ends)} arms"
     at = f"{first} at {ends[low]:.3f}, {second} at {ends[high]:.3f}"
+    if 0 < len(common) < max(map(len, known.values())):
+        at += ", on the seeds that all have"
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
 
@@ -357,7 +367,7 @@ def throughput_bars(
             x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
             y=list(seeds.values()),
             mode="markers",
-            marker={"color": "white", "size": 8, "symbol": style.symbol, "line": {"color": style.color, "width": 2}},
+            marker=style.marker(8, hollow=[True] * len(seeds)),
             customdata=list(seeds),
             hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
         )
@@ -439,7 +449,7 @@ def _finish_arm_bars(figure: go.Figure, arms: Sequence[str], highest: float, *, 
     """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
     draw_arm_axis(figure, arms, margin=margin)
     figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45, hovermode="closest")
+    return figure.update_layout(showlegend=False, bargap=0.45)
 
 
 # The load of experts
@@ -468,7 +478,7 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
         z=np.round(load.busiest_expert_SL.T, 3),
         colorscale="Blues",
         zmin=1,
-        colorbar={"thickness": 8, "x": 0.245, "xpad": 2},
+        colorbar={"thickness": 8, "x": 0.245, "xpad": 2, "outlinewidth": 0},
         hovertemplate="step %{x}, layer %{y}: %{z:.2f} × the mean<extra></extra>",
         row=1,
         col=1,
@@ -498,4 +508,4 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
     figure.update_yaxes(title_text="layer", type="category", autorange="reversed", showgrid=False, col=1)
     figure.update_yaxes(title_text="× mean", rangemode="tozero", col=2)
     figure.update_yaxes(title_text="% of all experts", range=[0, max(5.0, 1.1 * float(idle.max()))], col=3)
-    return figure.update_layout(hovermode="closest")
+    return figure

@@ -18,7 +18,7 @@ import os
 import re
 import textwrap
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +71,16 @@ class ArmStyle:
         """The arm's colour as ``rgba(…)`` with the given opacity."""
         red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
         return f"rgba({red},{green},{blue},{opacity})"
+
+    def line(self, width: float = 2.5) -> dict[str, object]:
+        """The arm's line for plotly."""
+        return {"color": self.color, "width": width, "dash": self.dash}
+
+    def marker(self, size: float, *, hollow: Sequence[bool] = ()) -> dict[str, object]:
+        """The arm's marker for plotly; with ``hollow`` outlined, and white inside where that is true."""
+        plain = {"symbol": self.symbol, "size": size, "color": self.color}
+        inside = ["white" if one else self.color for one in hollow]
+        return plain | {"color": inside, "line": {"color": self.color, "width": 2}} if hollow else plain
 
 
 _LOOKS = {
@@ -127,9 +137,9 @@ def plot_text(text: str) -> str:
     return html.escape(text, quote=False)
 
 
-def wrap(text: str, characters: int) -> list[str]:
-    """Break a text into lines and escape each; words such as "all-to-all" stay whole."""
-    return [plot_text(line) for line in textwrap.wrap(text, characters, break_on_hyphens=False)]
+def wrap(text: str, characters: int) -> str:
+    """Break a text into lines for plotly and escape each; words such as "all-to-all" stay whole."""
+    return "<br>".join(plot_text(line) for line in textwrap.wrap(text, characters, break_on_hyphens=False))
 
 
 def counted(number: int, what: str) -> str:
@@ -154,14 +164,13 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         width: ``NARROW``, ``NORMAL`` or ``WIDE``: of the picture, and for how many pixels the title is broken.
     """
     title_px = min(width, MOST_TITLE_PX) - 12  # it begins 10 px from the left
-    title_lines, note_lines = (wrap(text, int(title_px / TITLE_PX)) for text in (finding, note))
-    subtitle_lines = wrap(subtitle, int(title_px / SUBTITLE_PX))
-    title = f"<b>{'<br>'.join(title_lines)}</b>"
+    letters = int(title_px / TITLE_PX)
+    title = f"<b>{wrap(finding, letters)}</b>"
     if note:
-        title += f"<br><span style='color:{WARNING}'>{'<br>'.join(note_lines)}</span>"
-    title += f"<br><span style='font-size:13px;color:{MUTED}'>{'<br>'.join(subtitle_lines)}</span>"
+        title += f"<br><span style='color:{WARNING}'>{wrap(note, letters)}</span>"
+    title += f"<br><span style='font-size:13px;color:{MUTED}'>{wrap(subtitle, int(title_px / SUBTITLE_PX))}</span>"
     # All lines are as high as the title's font makes them; 70 px is the margin that the caller's height counts with.
-    top = 33 + LINE_PX * (len(title_lines) + len(note_lines) + len(subtitle_lines))
+    top = 33 + LINE_PX * (1 + title.count("<br>"))
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)
 
@@ -207,7 +216,7 @@ def template(width: int = NORMAL) -> go.layout.Template:
             "legend": {"orientation": "h", "x": 0, "y": -0.2, "yanchor": "top", "font_size": 13},
             "margin": {"l": 70, "r": 24, "b": 60},
             "hoverlabel": {"font_family": FONT, "font_size": 13},
-            "hovermode": "x unified",
+            "hovermode": "closest",
             "modebar": {"remove": ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]},  # else over titles
         }
     )

@@ -40,9 +40,9 @@ from moelab.projection.traffic import (
     require_method,
     simulate_rows,
 )
-from moelab.viz.draw import STAR, in_panel, legend_entry, panels
+from moelab.viz.draw import STAR, in_panel, legend_entry, name_map, panels
 from moelab.viz.table import as_table
-from moelab.viz.theme import FAR, INK, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
+from moelab.viz.theme import FAR, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, menu
 
 METHOD_LABELS: dict[Method, str] = {
@@ -200,33 +200,31 @@ def _draw_ways(
     square_px = int(min(19, 0.85 * (width - 20) / (ends[1] - ends[0])))
     written = square_px > 11
     at = [(start + center[rank][0], center[rank][1], rank) for start in starts for rank in ranks]
-    squares: dict[str, Any] = {
-        "x": [x for x, _, _ in at],
-        "y": [y for _, y, _ in at],
-        "mode": "markers+text",
-        "marker": {
-            "symbol": "square",
-            "size": square_px,
-            "color": [CHOSEN if rank in held else OTHER for _, _, rank in at],
-        },
+    height_px = 190 + 56 * max(2, len(nodes))
+    figure = new_figure(finding, subtitle=subtitle, note="one simulated token", height=height_px, width=width)
+    colors = [CHOSEN if rank in held else OTHER for _, _, rank in at]
+    figure.add_scatter(
+        x=[x for x, _, _ in at],
+        y=[y for _, y, _ in at],
+        mode="markers+text",
+        marker={"symbol": "square", "size": square_px, "color": colors},
         # plotly.js 3.7 takes away what draws an empty text, and has nothing to write in when the text is another.
-        "text": [f"<b>{held[rank]}</b>" if rank in held and written else " " for _, _, rank in at],
-        "textfont": {"color": "white", "size": 12},
-        "hovertext": [f"rank {rank}: {held[rank]} of the token's experts" for _, _, rank in at],
-        "hoverinfo": "text",
-        "showlegend": False,
-    }
-    names: dict[str, Any] = {
-        "x": [start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
-        "y": [row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
-        "text": [f"node {node}" for _ in starts for node in nodes],
-        "mode": "text",
-        "textposition": "middle left" if left else "middle right",
-        "textfont": {"size": 11},
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    data: list[dict[str, Any]] = [squares, names]
+        text=[f"<b>{held[rank]}</b>" if rank in held and written else " " for _, _, rank in at],
+        textfont={"color": "white", "size": 12},
+        hovertext=[f"rank {rank}: {held[rank]} of the token's experts" for _, _, rank in at],
+        hoverinfo="text",
+        showlegend=False,
+    )
+    figure.add_scatter(
+        x=[start + (-0.2 if left else across + 0.2) for start in starts for _ in nodes],
+        y=[row * ROW_HEIGHT + 0.5 for _ in starts for row in range(len(nodes))],
+        text=[f"node {node}" for _ in starts for node in nodes],
+        mode="text",
+        textposition="middle left" if left else "middle right",
+        textfont={"size": 11},
+        hoverinfo="skip",
+        showlegend=False,
+    )
     for far, thick in itertools.product((True, False), (False, True)):
         drawn: dict[str, list[Any]] = {"x": [], "y": [], "size": [], "hovertext": []}
         for start, (_, ways, back) in zip(starts, columns, strict=True):
@@ -245,26 +243,18 @@ def _draw_ways(
         head = {"symbol": "arrow", "angleref": "previous", "size": sizes, "color": color, "opacity": 1}
         look = {"mode": "lines+markers", "line": {"color": color, "width": 4 if thick else 2}, "marker": head}
         name = {"name": "network" if far else "NVLink", "showlegend": not thick, "hoverinfo": "text"}
-        data.append({**drawn, **look, **name})
+        figure.add_scatter(**drawn, **look, **name)
     star = {"mode": "markers", "marker": {**STAR, "size": 13}, "name": "the token", "hoverinfo": "skip"}
-    data.append({"x": [start + center[sender][0] for start in starts], "y": [center[sender][1]] * len(starts), **star})
-    figure = new_figure(
-        finding, subtitle=subtitle, note="one simulated token", height=190 + 56 * max(2, len(nodes)), width=width
-    )
-    figure.add_traces([{"type": "scatter", **trace} for trace in data])
+    x, y = [start + center[sender][0] for start in starts], [center[sender][1]] * len(starts)
+    figure.add_scatter(x=x, y=y, **star)
     square = {"symbol": "square", "size": 13, "color": CHOSEN}
     figure.add_trace(legend_entry("GPU with so many of its experts", mode="markers", marker=square))
-    corner = {"y": 1, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left", "showarrow": False}
-    titles = [
-        {"x": start, "text": title, "font": {"size": 12 if width == NARROW else 13, "color": INK}, **corner}
-        for start, (title, _, _) in zip(starts, columns, strict=True)
-    ]
+    for start, (title, _, _) in zip(starts, columns, strict=True):
+        name_map(figure, title, start, 1, size=12 if width == NARROW else 13)
     hidden = {"visible": False, "fixedrange": True}
     return figure.update_layout(
-        annotations=titles,
         xaxis={**hidden, "range": ends},
         yaxis={**hidden, "range": [len(nodes) * ROW_HEIGHT + 0.1, -0.75]},
-        hovermode="closest",
         margin={"l": 10, "r": 10, "b": 40, "t": figure.layout.margin.t + 40},
         legend={"y": -0.02},
     )
@@ -306,18 +296,19 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
     for routing in routings:
         ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
         color, shape = ROUTING_LOOKS[routing.kind]
+        hatch = {"shape": shape, "fgcolor": "white", "fillmode": "overlay", "size": 5}
         for column, (size, places) in enumerate(spread, start=1):
             most = min(placement.top_k, places)
             figure.add_bar(
                 x=list(range(1, most + 1)),
                 y=100 * np.bincount(distinct_destinations(ids_TK, size), minlength=most + 1)[1:] / DRAWN,
-                marker={"color": color, "pattern": {"shape": shape, "fgcolor": "white", "size": 5}},
+                marker={"color": color, "pattern": hatch},
                 hovertemplate="%{x}: %{y:.1f} %",
                 **in_panel(column, ROUTING_LABELS[routing.kind]),
             )
     figure.update_xaxes(dtick=1, showgrid=False)
     figure.update_yaxes(title_text="share of tokens (%)", col=1)
-    return figure.update_layout(barmode="group", bargap=0.15)
+    return figure.update_layout(barmode="group", bargap=0.15, hovermode="x unified")
 
 
 def traffic_matrix(
@@ -363,8 +354,8 @@ def traffic_matrix(
     figure.update_xaxes(title_text="to rank", showgrid=False, constrain="domain")
     figure.update_yaxes(autorange="reversed", showgrid=False, constrain="domain")
     figure.update_yaxes(title_text="from rank", col=1)
-    scale_bar = {"title": {"text": "MB", "side": "top"}, "thickness": 12, "len": 0.8}
-    figure.update_layout(coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": scale_bar}, hovermode="closest")
+    scale_bar = {"title": {"text": "MB", "side": "top"}, "thickness": 12, "len": 0.8, "outlinewidth": 0}
+    figure.update_layout(coloraxis={"colorscale": "Blues", "cmin": 0, "colorbar": scale_bar})
     return figure
 
 
@@ -428,7 +419,8 @@ def bytes_by_ep(
     figure.update_xaxes(title_text="EP degree", type="category")
     figure.update_yaxes(title_text="GB per rank and layer", rangemode="tozero", col=1)
     figure.update_yaxes(rangemode="tozero", col=2)
-    return figure.update_layout(legend_y=-0.27, margin_b=130, height=figure.layout.height + 50)
+    height = figure.layout.height + 50
+    return figure.update_layout(legend_y=-0.27, margin_b=130, height=height, hovermode="x unified")
 
 
 def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
@@ -465,7 +457,7 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
     highest = max(max(values) for values in rows.values())
     figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * highest])
     figure.update_xaxes(showgrid=False, ticks="")
-    return figure.update_layout(barmode="group", bargap=0.25)
+    return figure.update_layout(barmode="group", bargap=0.25, hovermode="x unified")
 
 
 def _placement_words(placement: ExpertPlacement) -> str:
@@ -522,8 +514,6 @@ class TrafficExplorer(Explorer):
         BadInput: for a value that the explorer does not have.
     """
 
-    figure_px = NARROW
-
     def __init__(self, measured: RoutingModel | None = None, **chosen: Any) -> None:
         if unknown := sorted(set(chosen) - set(_MENUS) - set(_MODEL)):
             raise BadInput(f"the explorer has no control {unknown[0]!r}; it has {', '.join((*_MENUS, *_MODEL))}")
@@ -532,12 +522,11 @@ class TrafficExplorer(Explorer):
         known = _published_models()
         first = next((name for name, one in known.items() if one == own), "yours")
         self.models = {first: own, **known}
-        px: dict[str, Any] = {"label_px": 138, "width_px": 290}
-        controls = {"model": menu("model", self.models, first, **px)}
+        controls = {"model": menu("model", self.models, first)}
         for name, (label, start, values) in _MENUS.items():
             offered = [*values, *(["measured"] if name == "routing" and measured else [])]
             words = functools.partial(_in_words, name)
-            controls[name] = menu(label, offered, chosen.get(name, start), words=words, **px)
+            controls[name] = menu(label, offered, chosen.get(name, start), words=words)
         super().__init__(controls, ["flow"])
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
@@ -572,10 +561,10 @@ class TrafficExplorer(Explorer):
         standard_ms, _, hybrid_ms = frame["ms a layer, at least"]
         shown = as_table(frame, decimals={name: 3 if name.startswith("GB") else 2 for name in table[0]})
         words = (
-            f"<div role='status' style='line-height:1.35'>{model['experts']} experts, top-{model['top_k']}: a token "
+            f"{model['experts']} experts, top-{model['top_k']}: a token "
             f"reaches <b>{reached.ranks:.2f} GPUs</b> on <b>{reached.nodes:.2f} nodes</b> ({reached.label}) "
             f"· a layer's exchanges take at least <b>{hybrid_ms:.1f} ms</b> with DeepEP, once per node, and "
-            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}</div>"
+            f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
         self._way = (routing, placement, chosen["token"])

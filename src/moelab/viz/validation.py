@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label
 from moelab.analysis.two_by_two import CODE, FUSED
 from moelab.projection.validation import GAIN, ValidationRow, coverage, median_error, timed
+from moelab.viz.draw import list_rows
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
 from moelab.viz.traffic import ROUTING_LABELS
 
@@ -100,15 +101,14 @@ def _strips(finding: str, rows: Sequence[ValidationRow], what: str) -> go.Figure
         # The worst row is named above its point, towards the middle of the figure, where there is room.
         worst = max(strip, key=lambda row: abs(row.error))
         side = "left" if worst.error < (low + high) / 2 else "right"
-        text = "<br>".join(wrap(f"{worst.error:+.1f}: {row_words(worst.name)}", NAME_CHARACTERS))
+        text = wrap(f"{worst.error:+.1f}: {row_words(worst.name)}", NAME_CHARACTERS)
         above = {"x": worst.error, "y": place, "yshift": 7, "xanchor": side, "yanchor": "bottom", "align": side}
         figure.add_annotation(text=text, showarrow=False, font={"size": 11, "color": MUTED}, **above)
     names = [f"{source}, memory" if memory else source for source, memory in strips]
-    labels = ["<br>".join([*wrap(name, 30), f"n = {len(strip)}"]) for name, strip in zip(names, of_strip, strict=True)]
-    figure.update_yaxes(tickvals=list(range(len(strips))), ticktext=labels, ticks="", showgrid=False)
-    figure.update_yaxes(range=[len(strips) - 0.4, -0.6])
+    labels = [f"{wrap(name, 30)}<br>n = {len(strip)}" for name, strip in zip(names, of_strip, strict=True)]
     unit = "error of the prediction (%; of gains, points)" if any(row.unit == GAIN for row in rows) else "error (%)"
-    figure.update_xaxes(title_text=unit, zeroline=True, zerolinecolor=INK)
-    figure.update_xaxes(range=[low - 0.06 * (high - low), high + 0.06 * (high - low)])
     # The legend stands 66 px under the axis, which plotly counts in heights of the plot.
-    return figure.update_layout(hovermode="closest", legend_y=-66 / (40 + STRIP_PX * len(strips)))
+    list_rows(figure, unit, names=labels, legend_y=-66 / (40 + STRIP_PX * len(strips)))
+    figure.update_yaxes(range=[len(strips) - 0.4, -0.6])  # a name stands above its point
+    margin = 0.06 * (high - low)
+    return figure.update_xaxes(zeroline=True, zerolinecolor=INK, range=[low - margin, high + margin])

@@ -22,7 +22,7 @@ import plotly.io as pio
 from plotly.offline import get_plotlyjs
 
 from moelab.errors import BadInput, Refused
-from moelab.viz.theme import DARK, NORMAL, WARNING, in_words
+from moelab.viz.theme import DARK, NARROW, WARNING, in_words
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -58,27 +58,32 @@ def in_rows(controls: Iterable[ipywidgets.Widget]) -> ipywidgets.Box:
     return widgets.Box(list(controls), layout=widgets.Layout(display="flex", flex_flow="row wrap", grid_gap="2px 8px"))
 
 
-def labelled_control(kind: str, label: str, *, label_px: int, width_px: int, **options: Any) -> Any:
-    """A control of a class of ipywidgets, ``width_px`` wide with its label at its left; ``options`` go to the class."""
+def labelled_control(kind: str, label: str, **options: Any) -> Any:
+    """A control of a class of ipywidgets with its label at its left; ``options`` go to the class."""
     import ipywidgets as widgets
 
-    look = {"style": {"description_width": f"{label_px}px"}, "layout": {"width": f"{width_px}px"}}
-    return getattr(widgets, kind)(description=label, **look, **options)
+    return getattr(widgets, kind)(description=label, **options)
 
 
-def menu(
-    label: str,
-    values: Iterable[Any],
-    start: Any,
-    *,
-    label_px: int,
-    width_px: int,
-    words: Callable[[Any], str] = str,
-) -> Any:
+def size_control(control: ipywidgets.Widget, label_px: int, width_px: int) -> None:
+    """Make a control so wide, and its label so wide of that."""
+    control.style.description_width, control.layout.width = f"{label_px}px", f"{width_px}px"
+
+
+def menu(label: str, values: Iterable[Any], start: Any, *, words: Callable[[Any], str] = str) -> Any:
     """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
     options = list(dict.fromkeys([*values, start]))
     named = [(words(value), value) for value in (options if isinstance(start, str) else sorted(options))]
-    return labelled_control("Dropdown", label, label_px=label_px, width_px=width_px, options=named, value=start)
+    return labelled_control("Dropdown", label, options=named, value=start)
+
+
+def menus(table: Mapping[str, tuple[str, Mapping[Any, str]]], starts: Mapping[str, Any]) -> dict[str, Any]:
+    """A menu for each row of a table of labels and of the values' words; a start without words is its own."""
+    controls = {}
+    for name, (label, words) in table.items():
+        options = {**words, starts[name]: words.get(starts[name], str(starts[name]))}
+        controls[name] = menu(label, options, starts[name], words=options.__getitem__)
+    return controls
 
 
 def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
@@ -156,8 +161,9 @@ class Explorer:
         figures: names of the figures, in the order in which they are shown.
     """
 
-    figure_px: ClassVar = NORMAL
-    """Least room of the figures; with ``NARROW`` they stand beside the controls on a screen of 1280 px, else below."""
+    label_px: ClassVar = 138
+    control_px: ClassVar = 290
+    """Width of each control with its label; with ``NARROW`` figures it stands beside them on a screen of 1280 px."""
 
     def __init__(self, controls: Mapping[str, ipywidgets.Widget], figures: Sequence[str]) -> None:
         import ipywidgets as widgets
@@ -170,13 +176,13 @@ class Explorer:
         self.plots = live_figures(dict.fromkeys(figures))
         rows = []
         for name, control in self.controls.items():
+            size_control(control, self.label_px, self.control_px)
             self.reasons[name].layout.width = control.layout.width
             rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
-        # 300 px is the width of ipywidgets' own; the figures take all room that the controls leave.
-        widest_px = max(int((control.layout.width or "300px")[:-2]) for control in self.controls.values())
         left = in_rows(rows)
-        left.layout.flex, left.layout.align_content = f"1 0 {widest_px + 4}px", "flex-start"
-        self.plots.layout = {"flex": f"100 1 {self.figure_px}px", "min_width": "0"}
+        # The figures take all room that the controls leave.
+        left.layout.flex, left.layout.align_content = f"1 0 {self.control_px + 4}px", "flex-start"
+        self.plots.layout = {"flex": f"100 1 {NARROW}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
         self._listen()
         self.refresh()
@@ -202,30 +208,18 @@ class Explorer:
         """Show what is chosen; ``change`` is what the control that was moved says of it."""
         moved = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
         try:
-            words, self.figures = self.look()
+            said, self.figures = self.look()
+            words = f"<div role='status' style='line-height:1.35'>{said}</div>" if said else ""
             self.refused = (None, "")
         except (BadInput, Refused) as error:
             if str(error) != self.refused[1]:  # else the control that was moved has nothing to do with it
                 self.refused = (moved, str(error))
-            words, self.figures = self._refusal_words(), {}
+            words, self.figures = refusal(self.refused[1], self.controls.get(self.refused[0] or "")), {}
         self.words.value = words
         for name, place in self.reasons.items():
-            place.value = refusal(*self._title_and_reasons()) if name == self.refused[0] else ""
+            place.value = refusal(self.refused[1]) if name == self.refused[0] else ""
             place.layout.display = None if place.value else "none"
         self.plots.show(self.figures)
-
-    def _refusal_words(self) -> str:
-        """The line above while the choice cannot be."""
-        title, reasons = self._title_and_reasons()
-        if (cause := self.refused[0]) is None:
-            return refusal(title, reasons)
-        return f"<div role='status'><b>{title}</b>: see <i>{self.controls[cause].description}</i></div>"
-
-    def _title_and_reasons(self) -> tuple[str, list[str]]:
-        lines = [line.removeprefix("- ") for line in self.refused[1].splitlines()]
-        if lines[0] == "illegal layout:":
-            return "Illegal", lines[1:]
-        return "Legal, but does not fit" if lines[0].startswith("does not fit") else "Cannot be", lines
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The panel, and for readers without a kernel a picture."""
@@ -245,8 +239,17 @@ def as_picture(figure: go.Figure) -> dict[str, str]:
     return bundle
 
 
-def refusal(title: str, reasons: Sequence[str]) -> str:
-    """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too."""
+def refusal(error: str, cause: ipywidgets.Widget | None = None) -> str:
+    """Why a choice cannot be, as HTML that screen readers are told of and that is legible on a dark page too.
+
+    With ``cause``, the control under which the reasons stand, it says no more than where they are.
+    """
+    reasons = [line.removeprefix("- ") for line in error.splitlines()]
+    title = "Legal, but does not fit" if reasons[0].startswith("does not fit") else "Cannot be"
+    if reasons[0] == "illegal layout:":
+        title, reasons = "Illegal", reasons[1:]
+    if cause:
+        return f"<div role='status'><b>{title}</b>: see <i>{cause.description}</i></div>"
     listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
     listed = f"<ul style='margin:2px 0;padding-left:16px'>{listed}</ul>"
     return f"<div role='status' style='{MARKED}'><b>{title}</b>{listed}</div>"
