@@ -345,7 +345,7 @@ class Scan:
         self._prefixes: list[re.Pattern[str]] = []  # of wrappers that no table has, as their tracebacks show them
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
         self._line = 0
-        lines = list(_lines(text))
+        lines = list(_unpacked(text))
         for raw, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
@@ -647,7 +647,7 @@ _SIGNAL_HINTS: Final = {
 }
 
 
-def _lines(text: str) -> Iterator[str]:
+def _unpacked(text: str) -> Iterator[str]:
     """The lines of a text; of a logger's JSON that has a traceback in one string, those of the traceback."""
     for line in text.splitlines():
         parts = [line]
