@@ -404,8 +404,9 @@ class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bou
                     f"a number of {len(node.value):,} characters near line {node.start_mark.line + 1}; "
                     f"valid: at most {MAX_NUMBER_CHARACTERS}"
                 )
-            # YAML 1.1 reads 4:00:00 as 14400, in base 60, and 012 as 10, in base 8: whoever writes them means neither.
-            if node.tag.endswith((":int", ":float")) and re.match(r"[-+]?(0[0-9_]+$|[0-9_]+:)", node.value):
+            # YAML 1.1 reads 4:00:00 as 14400, 012 as 10 and 2024_01 as 202401; such a text stays as it is written.
+            usual = {"int": r"-?(0|[1-9]\d*)|[^-+\d].*", "float": r"[^:]*"}.get(node.tag.rpartition(":")[2], ".*")
+            if not node.style and not re.fullmatch(usual, node.value, re.S):  # a style is that of quotes
                 node.tag = "tag:yaml.org,2002:str"
             return 1
         if id(node) not in sizes:

@@ -32,7 +32,10 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         "name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22, X: 012}\ncontainer: {image: a.sqsh}\n"
     )
     cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
-    cluster = read_cluster(str(file), ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}"])
+    cluster = read_cluster(
+        str(file), ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}", "account=24061", "qos=2024_01"]
+    )
+    assert (cluster.account, cluster.qos) == ("24061", "2024_01")
     assert cluster.variables == {"NCCL_IB_TIMEOUT": "22", "X": "012", "NCCL_IB_HCA": cards}
     assert cluster.container is not None
     assert cluster.container.mounts == ("/data:/data",)

@@ -480,6 +480,8 @@ def test_a_restart_is_one_run_in_whatever_order_its_launches_are_pasted(tmp_path
         assert runs_in(tmp_path, [line for index in order for line in launches[index]]) == [("job", 3, 34)]
         assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[10:14] == [11, 12, 11, 12]
     assert runs_in(tmp_path, launch(1, 5, 0) + launch(1, 30, 1000, 0.0005)) == [("job", 2, 35)]  # no checkpoint yet
+    autumn = launch(1, 10, 3600) + [line for line in launch(11, 20, 30) if "step:" in line]
+    assert runs_in(tmp_path, autumn) == [("job", 1, 20)]
     newest_first = without_times(launch(11, 30, 0)) + without_times(launch(1, 12, 0, 0.004))
     assert runs_in(tmp_path, newest_first) == [("job", 2, 32)]
     assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[:12] == list(range(1, 13))

@@ -19,6 +19,9 @@ from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.errors import BadInput
 from moelab.runs.table import metrics_table
 from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
+from moelab.viz.draw import panels
+from moelab.viz.study import verdict_examples, verdict_intervals
+from moelab.viz.theme import new_figure
 
 PAIR = ("bf16_standard", "mxfp8_standard")
 HOSTILE = "</script><script>alert(1)</script><b>x"
@@ -68,6 +71,10 @@ def test_importing_the_figures_leaves_plotly_alone_and_loads_neither_torch_nor_i
     code = f"import sys, plotly.io, {', '.join(modules)}; assert plotly.io.templates.default == 'plotly'\n"
     code += "assert not {'torch', 'ipywidgets', 'anywidget'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_panels_have_the_theme_and_nothing_of_plotlys_own() -> None:
+    assert panels("A", ["a", "b"], subtitle="").layout.template == new_figure("A", subtitle="").layout.template
 
 
 DRAWN = """
@@ -215,8 +222,6 @@ def test_notes_stand_in_every_title_and_names_are_text():
 
 
 def test_verdicts_stand_in_rows_on_their_margins() -> None:
-    from moelab.viz.study import verdict_examples
-
     figure = verdict_examples()
     assert "constructed losses of four seeds, no measurement" in title(figure)
     answers = [str(note.text) for note in figure.layout.annotations]
@@ -224,6 +229,12 @@ def test_verdicts_stand_in_rows_on_their_margins() -> None:
     margins = [shape.x1 for shape in figure.layout.shapes if shape.type == "rect"]
     reach = [(one.x[0] - one.error_x.arrayminus[0], one.x[0] + one.error_x.array[0]) for one in figure.data]
     assert [-m < low and high < m for m, (low, high) in zip(margins, reach, strict=True)] == [True, False, False, False]
+    table = study((PAIR[0],))
+    same = first_verdict(pd.concat([table, table.assign(arm=PAIR[1])]))
+    figure = verdict_intervals({"a & b": same}, "Copies")
+    assert figure.layout.yaxis.ticktext == ("a &amp; b",)
+    assert "to the last digit:<br>both" in figure.layout.annotations[0].text
+    assert figure.layout.margin.r < 500  # of 1000 px
 
 
 ROWS = [[HOSTILE, 2026, math.nan, 1234.4], ["bf16_standard", None, 3.61, None]]

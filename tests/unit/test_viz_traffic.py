@@ -264,14 +264,6 @@ def in_fp8(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"arm": row["arm"].replace("bf16_deepep", "fp8_deepep")} for row in rows]
 
 
-def test_an_arm_is_held_against_stock_of_its_own_campaign() -> None:
-    first = [row | {"campaign": "Monday"} for row in made_up_arms()]
-    second = in_fp8(on_tuesday(500.0))
-    alone = {one.arm: one.ratio for one in arm_results(first)}
-    both = {one.arm: one.ratio for one in arm_results([*first, *second])}
-    assert both == {**alone, "fp8_deepep": pytest.approx(500 / 400)}
-
-
 def test_an_arm_of_two_campaigns_has_the_mean_of_their_ratios_and_the_rates_of_the_first() -> None:
     """The second host is four times as fast, DeepEP gains 1.2 times there, and it timed half as many steps."""
     monday = [row | {"campaign": "Monday"} for row in made_up_arms()]

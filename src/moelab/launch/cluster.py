@@ -54,14 +54,14 @@ _absolute = _rule(
 )
 _mount = _rule("/path/outside:/path/inside, without a comma", re.compile(r"/[^,]*:[^,]*").fullmatch)
 
-Word = Annotated[str, AfterValidator(word)]
-Line = Annotated[str, AfterValidator(line)]
+# YAML reads `1` as a number. A truth value stays one and is refused: whether `yes` means 1 or yes, nobody can tell.
+Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Word = Annotated[Text, AfterValidator(word)]
+Line = Annotated[Text, AfterValidator(line)]
 Argument = Annotated[Line, AfterValidator(_argument)]
 Absolute = Annotated[Line, AfterValidator(_absolute)]
 Mount = Annotated[Line, AfterValidator(_mount)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-# YAML reads `1` as a number. A truth value stays one and is refused: whether `yes` means 1 or yes, nobody can tell.
-VariableValue = Annotated[Line, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Count = Annotated[int, Field(ge=0)]
 
 
@@ -106,7 +106,7 @@ class ClusterProfile(BaseModel):
     python: Argument | None = Field(
         None, description="interpreter; none: that of venv, conda_env or container, else the one that submits"
     )
-    variables: dict[VariableName, VariableValue] = {}
+    variables: dict[VariableName, Line] = {}
     container: Container | None = None
     memlock: Literal["any", "unlimited"] = Field("any", description="locked memory per rank; RDMA needs unlimited")
     first_port: Annotated[int, Field(ge=1024)] = 20000

@@ -281,11 +281,14 @@ def _segments(blocks: Iterable[bytes]) -> tuple[Segments, int, int]:
 
 
 def _in_time_order(lines: list[LogLine]) -> list[LogLine]:
-    """Sort lines, unless ranks that print at about the same time are all that is out of order."""
+    """Sort lines, unless ranks that print at about the same time, or a clock set back, are all that is out of order."""
     times = np.array([line[2][TIME] for line in lines])
     # A line without a time stays behind the one that it follows.
     times = np.nan_to_num(times[np.maximum.accumulate(np.where(np.isnan(times), 0, np.arange(len(times))))])
-    if np.all(np.maximum.accumulate(times) - times <= CLOCK_SKEW_S):
+    steps = np.array([line[1] if line[0] == "step" else math.inf for line in lines])
+    # In autumn local time goes back by an hour while the steps go on.
+    goes_back = steps < np.maximum.accumulate(np.where(np.isinf(steps), 0, steps))
+    if not np.any(goes_back & (np.maximum.accumulate(times) - times > CLOCK_SKEW_S)):
         return lines
     return [lines[index] for index in np.argsort(times, kind="stable")]
 

@@ -146,7 +146,7 @@ _STAMPS = re.compile(
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|kernel: |"
     r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
-_CLOCK = re.compile(r"\d+(?:[:./T-]\d+)+(?:,\d+)?")  # differs from line to line, unlike the other numbers of a prefix
+_CLOCK = re.compile(r"\d+(?:[:./T-]\d+)+(?:,\d+)?|\d{10,}")  # differs from line to line, unlike a rank
 _OF_RANK = re.compile(r"(?i)rank\W{0,2}(\d+)|\[\d+,(\d+)\]<std|\|(\d+)\]:")  # mpirun's, and torchrun's by template
 _MESSAGES: Final = ("log", "line", "message", "msg", "textPayload")  # Docker's, Loki's, loggers' and Google's
 _MARGIN = re.compile(r"^ *(?:[+|] ?)+(?=\S| )")  # of the exceptions in a group
