@@ -233,8 +233,26 @@ def test_selective_checkpointing_keeps_every_product_of_quantised_linears() -> N
               scaled_linears=linears)
         for linears in (True, False)
     )  # fmt: skip
-    queries, up, down = 128 * 192, 2048, 7168
-    assert kept - plain == 2 * 8192 * (queries + up + down)  # which are otherwise every second one
+    queries, keys_and_values, up, down = 128 * 192, 128 * 256, 2048, 7168
+    assert kept - plain == 2 * 8192 * (queries + keys_and_values + up + down)  # which are otherwise every second one
+
+
+def test_selective_checkpointing_of_compiled_layers_holds_what_was_measured() -> None:
+    """Two H200s with five and ten MoE layers, and Qwen3-30B on eight B200s (mlc-ai/pith-train, issue 79)."""
+    measured = {}
+    for row in load_measured(TWO_BY_TWO).rows:
+        if row["activation_checkpoint"] == "selective" and row["arm"] == "bf16_standard_flex_tiles":
+            measured[DEPTHS[row["shape"]]] = row["peak_reserved_gib"]
+    for layers, gib in measured.items():
+        thin = {"n_layers": layers, "n_dense_layers": 0, "num_experts": 16}
+        fields = {"ep": 2, "seq_len": 4096, "local_batch": 2, "compile": "model+loss", "routing": "random_balanced"}
+        x = Experiment(model="671B", shape=thin, **fields, activation_checkpoint="selective", dataset="c4")
+        assert estimated(x).worst.reserved_gib == pytest.approx(gib, rel=0.04)
+    assert measured.keys() == set(DEPTHS.values())
+    model = read_model("Qwen3-30B-A3B")
+    fields = {"gpus_per_node": 8, "ep": 1, "seq_len": 8192, "local_batch": 8, "compile": "model+loss", "dataset": "c4"}
+    x = Experiment(model=model.model, shape=model.shape, **fields, activation_checkpoint="selective")
+    assert estimated(x, B200).worst.reserved_gib == pytest.approx(141.79, rel=0.02)
 
 
 def test_buffer_of_deepep_on_one_node_by_hand() -> None:

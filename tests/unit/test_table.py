@@ -115,13 +115,15 @@ HISTORY = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "json by column"])
+@pytest.mark.parametrize("kind", ["csv", "json", "jsonl", "json by column", "parquet"])
 def test_wandb_history(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"history.{kind.split()[0]}"
     frame = pd.DataFrame(HISTORY)
     lines = "\n".join(map(json.dumps, HISTORY))
     texts = {"csv": frame.to_csv(), "json": json.dumps(HISTORY), "jsonl": lines, "json by column": frame.to_json()}
-    path.write_text(texts[kind])
+    path.write_text(texts.get(kind, ""))
+    if kind == "parquet":
+        frame.set_index("_step").to_parquet(path)
     (read,) = read_wandb(path)
     assert tuple(read.rows.columns) == COLUMNS
     assert picked(read.rows, "segment", "step", "loss", "tps", "time") == [
@@ -232,7 +234,7 @@ def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
     ("name", "text", "losses", "note"),
     [
         ("a.csv", "_step;loss\n1;8,99\n2;8\n", [math.nan, 8], "1 of 2 values of loss are no numbers, such as '8,99'"),
-        ("a.csv", "_step,loss\n1,9\n2,##\n", [9, math.nan], "1 of 2 values of loss are no numbers, such as '##'"),
+        ("a.csv", "_step,loss,tps\n1,9, \n2,##,N/A\n", [9, math.nan], "1 of 2 values of loss are no numbers"),
         ("a.csv", "_step,loss\n1,9\n2,8,7,7\n", [9], "Skipping line 3: expected 2 fields, saw 4"),
         ("a.csv", "_step,loss\n1,9,\n2,8,\n", [9, 8], "Length of header or names"),
         ("a.jsonl", '{"_step": 1, "loss": 9}\n{"_step": 2, "lo', [9], "1 of 2 lines are damaged or cut off"),

@@ -176,12 +176,14 @@ def saved(
 ) -> float:
     """Bytes that one layer keeps from its forward to its backward pass under activation checkpointing.
 
-    ``selective`` keeps the layer's input, attention's operands and output, and the output of every second matrix
-    product (``torchtitan/distributed/activation_checkpoint.py``). Products of quantised linears (``scaled_linears``)
-    are another operator, of which it keeps every one. Grouped products in BF16 are not on its list, so that such
-    experts are recomputed whole; those in 8 bits are on moelab's (``moelab/deepep/checkpoint.py``): gate and up are
-    kept, and without compilation, which drops what the backward pass does not read, the experts' outputs too. What
-    arrived is kept as well where the dispatcher's communication is an operator (:func:`keeps_arrived`).
+    ``selective`` keeps the layer's input, attention's output, and the output of every second matrix product
+    (``torchtitan/distributed/activation_checkpoint.py``). Where attention alone is compiled, it is one operator, whose
+    operands are kept with its output; a compiled layer computes them again (two H200s, five and ten layers: 1.3 GiB of
+    each). Products of quantised linears (``scaled_linears``) are another operator, of which it keeps every one. Grouped
+    products in BF16 are not on its list, so that such experts are recomputed whole; those in 8 bits are on moelab's
+    (``moelab/deepep/checkpoint.py``): gate and up are kept, and without compilation, which drops what the backward pass
+    does not read, the experts' outputs too. What arrived is kept as well where the dispatcher's communication is an
+    operator (:func:`keeps_arrived`).
     ``full+dispatch`` keeps the layer's input and what arrived.
     """
     tensors = saved_without_checkpointing(shape, moe=moe, work=work, compiled=compiled)
@@ -192,12 +194,13 @@ def saved(
         kept += sum(arrived(shape, work).values())
     if checkpointing != "selective":
         return kept
-    kept += sum(tensors.get(name, 0.0) for name in _ATTENTION_OPERANDS)
+    kept += sum(tensors.get(name, 0.0) for name in (*_ATTENTION_OUTPUTS, *(() if compiled else _ATTENTION_OPERANDS)))
     if moe and work.scaled_products:
         kept += BF16 * work.received(shape) * (2 * shape.moe_hidden_dim + (0 if compiled else shape.dim))
     # TorchTitan's policy keeps every second matrix product, and another operator each time.
     every = 1 if scaled_linears else 2
-    return kept + sum(BF16 * work.tokens * width for width in _matrix_products(shape, moe=moe, tp=work.tp)[::every])
+    products = _matrix_products(shape, moe=moe, tp=work.tp, with_operands=compiled)
+    return kept + sum(BF16 * work.tokens * width for width in products[::every])
 
 
 def keeps_arrived(work: Work, *, compiled: bool, checkpointing: ActivationCheckpoint) -> bool:
@@ -209,27 +212,23 @@ def keeps_arrived(work: Work, *, compiled: bool, checkpointing: ActivationCheckp
     return operator and checkpointing in ("selective", "full+dispatch")
 
 
-_ATTENTION_OPERANDS = (
-    "queries",
-    "keys",
-    "gathered values",
-    "keys and values before attention",
-    "attention output",
-    "attention log-sum-exp",
-)
+_ATTENTION_OUTPUTS = ("attention output", "attention log-sum-exp")
+_ATTENTION_OPERANDS = ("queries", "keys", "gathered values", "keys and values before attention")
 
 
-def _matrix_products(shape: ModelShape, *, moe: bool, tp: int) -> list[float]:
+def _matrix_products(shape: ModelShape, *, moe: bool, tp: int, with_operands: bool) -> list[float]:
     """Output features on one rank of a layer's matrix products in order.
 
-    The router's product is never kept and not counted; that of keys and values counts but is kept by attention anyway.
+    The router's product is never kept and not counted; that of keys and values counts, but has no features here unless
+    asked for ``with_operands``: it is one of attention's operands.
     """
-    queries = shape.n_heads // tp * shape.qk_head_dim
+    queries, kv_heads = shape.n_heads // tp * shape.qk_head_dim, shape.kv_heads // tp
     products: list[float] = [shape.q_lora_rank, queries] if shape.q_lora_rank else [queries]
     if shape.grouped_queries:
-        products += [shape.kv_heads // tp * shape.qk_head_dim, 0, shape.dim]
+        products += [kv_heads * shape.qk_head_dim, with_operands * kv_heads * shape.v_head_dim, shape.dim]
     else:
-        products += [shape.kv_lora_rank + shape.qk_rope_head_dim, 0, shape.dim]
+        expanded = kv_heads * (shape.qk_nope_head_dim + shape.v_head_dim)
+        products += [shape.kv_lora_rank + shape.qk_rope_head_dim, with_operands * expanded, shape.dim]
     hidden = (shape.shared_hidden_dim if moe else shape.dense_hidden_dim) / tp
     return products + ([hidden, hidden, shape.dim] if hidden else [])
 

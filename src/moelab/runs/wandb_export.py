@@ -53,6 +53,7 @@ _PACKED: Final = (".gz", ".xz", ".bz2", ".zst")
 _TIME_NAMES: Final = ("_timestamp", "Timestamp", "time")
 _LAST_SECOND: Final = 1e11
 """Of an epoch's seconds, in the year 5138: more are milliseconds, as W&B's server counts."""
+_MISSING: Final = ("", "-", "--", "n/a", "none", "null")
 _NOT_FINITE: Final = ("nan", "inf", "-inf", "infinity", "-infinity")
 
 
@@ -88,7 +89,8 @@ def _cells(path: Path, damage: list[str]) -> pd.DataFrame:
     """Return the file's cells as text, empty where there is no value, and add what could not be read to ``damage``."""
     try:
         if ".parquet" in path.suffixes:
-            frame = pd.read_parquet(path).reset_index(drop=True)
+            frame = pd.read_parquet(path)
+            frame = frame.reset_index(drop=frame.index.name is None)  # `_step` may be the index
             return frame.astype(object).where(frame.notna(), "").astype(str)
         content = LogBytes(path)
         text = b"".join(content).decode("utf-8-sig")  # Excel puts a mark in front
@@ -225,7 +227,7 @@ def _no_numbers(history: pd.DataFrame) -> Iterator[str]:
     for name in (str(column) for column in history.columns):
         if step_column(name) or name in VALIDATION_METRICS:
             cells = history[name]
-            wrong = cells[_number(cells).isna() & ~cells.str.lower().isin(("", "none", "null", *_NOT_FINITE))]
+            wrong = cells[_number(cells).isna() & ~cells.str.strip().str.lower().isin((*_MISSING, *_NOT_FINITE))]
             if len(wrong):
                 yield f"{len(wrong)} of {len(cells)} values of {name} are no numbers, such as {wrong.iloc[0][:40]!r}"
 
