@@ -377,6 +377,12 @@ def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_p
     assert report_figures(compared(log_of(logs[0], dict.fromkeys(losses, 0.0))))
 
 
+def test_a_difference_is_at_the_end_of_the_losses_whatever_else_goes_on(tmp_path: Path) -> None:
+    columns = {"_step": range(1, 101), "loss": [8.0 if step <= 50 else None for step in range(1, 101)], "tps": 1000.0}
+    found = compared(log_of(tmp_path / "a.log", dict.fromkeys(range(1, 51), 7.5)), history(tmp_path / "b.csv", columns))
+    assert "b ends +0.5000 nats from a over steps 46 to 50" in found.summary["Same loss?"]
+
+
 def test_a_clock_of_whole_seconds_times_no_shorter_step(tmp_path: Path) -> None:
     columns = {"_step": range(1, 101), "_timestamp": [1_760_000_000 + step // 4 for step in range(100)], "loss": 8.0}
     assert not len(compared(history(tmp_path / "x.csv", columns)).sides[0].step_time_s)

@@ -176,9 +176,10 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     """
     common = _common_steps(reference, side)
     # Of logs of other steps the first alone may be common, which says nothing about the end.
-    if max(common, default=0) < first_final_step(min(reference.last_step, side.last_step), final_fraction):
+    ends = [int(one.table.dropna(subset=["loss"])["step"].max()) for one in (reference, side)] if common else [0]
+    if common and max(common) < first_final_step(min(ends), final_fraction):
         common = set()
-    goes_on = max(common, default=0) < first_final_step(max(reference.last_step, side.last_step), final_fraction)
+    goes_on = bool(common) and max(common) < first_final_step(max(ends), final_fraction)
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(common)]
     steps = tuple(int(step) for step in both.index)
     first_step = first_final_step(steps[-1], final_fraction) if steps else 0
