@@ -211,8 +211,8 @@ def rows_of_step(step: Step) -> list[ValidationRow]:
 
 
 MEMORY_KINDS = {"16B, 8 × H100, EP 4": "fitted", "Qwen3-30B, 8 × B200, EP 1": "seen"}
-"""Of peaks that are not of their step's kind: that of the busiest layer's rows, and one that, 19 % too high, led to what
-a compiled layer keeps under selective checkpointing."""
+"""Of peaks that are not of their step's kind: that of the busiest layer's rows, and one that, predicted 19 % too high,
+led to what a compiled layer keeps under selective checkpointing."""
 
 
 def fitted_on() -> set[str]:
