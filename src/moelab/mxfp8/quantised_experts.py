@@ -502,11 +502,11 @@ def quantised_swiglu_backward(
     return grad_RH, *quantise(grad_RH, precision), h_RF, scores_grad_R  # type: ignore[arg-type]
 
 
+@torch.library.custom_op("moelab::fp8_rows", mutates_args=(), device_types="cpu")
 def fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in FP8: E4M3 ``(R, K)``, and what each is multiplied by to expand it, float32 ``(R,)``."""
-    # Rows are to the kernel what one expert's weight is.
-    data_1RK, factors_1R = fp8_weights([x_RK[None]], False)
-    return data_1RK[0], factors_1R[0]
+    data_RK, factors_R1 = quantise_fp8(x_RK)
+    return data_RK, factors_R1.squeeze(-1)
 
 
 @torch.library.custom_op("moelab::fp8_weights", mutates_args=(), device_types="cpu")
@@ -622,6 +622,12 @@ def empty_quantised_swiglu_backward(
     data_RH, scales = gate_up_RH.new_empty((R, H), dtype=E4M3), _empty_scales(gate_up_RH, H, precision)
     scores_grad_R = gate_up_RH.new_empty(0 if scores_R is None else R, dtype=torch.float32)
     return gate_up_RH.new_empty((R, H)), data_RH, scales, h_grad_RF.new_empty(h_grad_RF.shape), scores_grad_R
+
+
+@fp8_rows.register_fake
+def empty_fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the result."""
+    return x_RK.new_empty(x_RK.shape, dtype=E4M3), x_RK.new_empty(x_RK.shape[:1], dtype=torch.float32)
 
 
 @fp8_weights.register_fake

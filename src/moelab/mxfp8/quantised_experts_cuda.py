@@ -281,6 +281,14 @@ def quantised_swiglu_backward(
     return results
 
 
+@operators.fp8_rows.register_kernel("cuda")
+def fp8_rows(x_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """One read, one write."""
+    data_RK, factors_R = operators.empty_fp8_rows(x_RK)
+    _quantise_rows(x_RK.contiguous()[None], data_RK, factors_R, len(x_RK), 0)
+    return data_RK, factors_R
+
+
 @operators.fp8_weights.register_kernel("cuda")
 def fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tensor, Tensor]:
     """Each weight into its place beside the others."""
@@ -299,10 +307,8 @@ def fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tensor, Te
             _transpose_kernel[(triton.cdiv(N, TILE_N) * tiles_K, e)](
                 weight_eNK, amax_eK, data, factors, K, N, data.shape[2], first, TILE_N, TILE_K, num_warps=WARPS
             )
-        elif e * N:
-            _rows_kernel[(e * N,)](
-                weight_eNK, data, factors, K, N, data.shape[1], first, SIZE=_size(K), num_warps=WARPS
-            )
+        else:
+            _quantise_rows(weight_eNK, data, factors, data.shape[1], first)
         first += N
     return data, factors
 
@@ -329,6 +335,12 @@ def turned(data_RC: Tensor) -> Tensor:
         source, target = data_RC.contiguous().view(torch.uint8), data_CR.view(torch.uint8)
         _turn_kernel[(triton.cdiv(C, 128), triton.cdiv(R, 128))](source, target, R, C, 128, 128, num_warps=WARPS)
     return data_CR
+
+
+def _quantise_rows(x_eNK: Tensor, data: Tensor, factors: Tensor, N_all: int, first: int) -> None:
+    e, N, K = x_eNK.shape
+    if e * N:
+        _rows_kernel[(e * N,)](x_eNK, data, factors, K, N, N_all, first, SIZE=_size(K), num_warps=WARPS)
 
 
 def _size(K: int) -> int:
