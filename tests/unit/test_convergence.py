@@ -167,7 +167,8 @@ def test_lower_limit_covers(n):
 
 
 def margin_of_normals(**given) -> Margin:
-    return Margin(**{"nats": FACTOR, "cap_nats": 1e9, "source": "", "reference_sd": 1.0, "given": False} | given)
+    known = {"nats": FACTOR, "cap_nats": 1e9, "widest_nats": 1e9, "reference_sd": 1.0, "given": False}
+    return Margin(**{"source": "", **known, **given})
 
 
 @pytest.mark.parametrize(("n", "ratio"), [(3, 0.3), (5, 1.0), (8, 1.0)])
@@ -310,6 +311,10 @@ ANSWERS: dict[str, tuple[dict[int, float], dict[int, float], dict[str, Any], Ans
     "far too few seeds": (
         *(shifted(2.0, -2.0, 1.0, -1.0), REFERENCE, {"margin_nats": 0.01}, OPEN),
         "is 0, more than 100 common seeds would show it with 80 % power",
+    ),
+    "past a narrow margin of few seeds": (
+        *(shifted(0.053, 0.054, 0.052, 0.053), REFERENCE, {"margin_cap_nats": 0.3}, NO),
+        r"different\. .*The margin is narrow .*: 4 seeds of the reference leave room for one of up to ±0\.2153, which",
     ),
     "no seed": (shifted(), REFERENCE, {"margin_nats": 1.0}, OPEN, "At least 3 common seeds are needed"),
     "two seeds": (shifted(0.001, 0.002), REFERENCE, {"margin_nats": 1.0}, OPEN, "n = 2 .*At least 3 common seeds"),

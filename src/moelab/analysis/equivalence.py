@@ -111,6 +111,7 @@ class Margin:
     nats: float  # NaN where the reference has no spread to derive it from
     cap_nats: float  # of a derived margin
     source: str
+    widest_nats: float  # that the reference's seeds leave room for, below the cap; the margin itself if it was given
     reference_sd: float  # over seeds without the one that widens it most; NaN for fewer than three
     given: bool
 
@@ -165,13 +166,16 @@ def equivalence_margin(
     sd = float(trimmed_sd(values)[0]) if len(values) >= MIN_SEEDS and np.ptp(values) > 0 else NAN
     if margin_nats is not None:
         wider = f"; wider than {cap_words}, {cap:.4f}" if margin_cap_nats is None and margin_nats > cap else ""
-        nats, source = margin_nats, f"given{wider}"
+        nats, widest, source = margin_nats, margin_nats, f"given{wider}"
     elif not sd > 0.0:
-        nats = NAN
+        nats, widest = NAN, cap
         source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
     else:
         limit = float(lower_sd_limit(values, alpha=ALPHA / 2.0)[0])
         nats = min(MARGIN_FACTOR * limit, cap)
+        dof = len(values) - 1
+        upper = float(np.std(values, ddof=1)) * math.sqrt(dof / stats.chi2.ppf(ALPHA / 2.0, dof))
+        widest = min(MARGIN_FACTOR * upper, cap)
         source = (
             f"{MARGIN_FACTOR:g} × {limit:.4f}, the lower {100 * (1 - ALPHA / 2):g} % confidence limit of the "
             f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f} without the seed that "
@@ -183,7 +187,8 @@ def equivalence_margin(
             )
         else:
             source += f"; below its cap, {cap:.4f} ({cap_words})"
-    return Margin(nats=nats, cap_nats=cap, source=source, reference_sd=sd, given=margin_nats is not None)
+    given = margin_nats is not None
+    return Margin(nats=nats, cap_nats=cap, source=source, widest_nats=widest, reference_sd=sd, given=given)
 
 
 def trimmed_sd(values_NM: ArrayLike) -> Array:

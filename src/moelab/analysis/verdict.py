@@ -246,8 +246,8 @@ def judge(
     tost_p, beyond_p, t_p = NAN, NAN, NAN
     if len(differences) > 1:
         # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
-        widest = margin.nats if margin.exists else margin.cap_nats
-        tests = paired_tests(differences, widest, tost_alpha=margin.tost_alpha)
+        bound = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
         sd, low, high = float(tests.sd[0]), float(tests.low[0]), float(tests.high[0])
         tost_p = float(tests.tost_p[0]) if margin.exists else NAN
         beyond_p, t_p = float(tests.beyond_p[0]), float(tests.t_p[0])
@@ -286,6 +286,11 @@ def judge(
     # What comes first decides, and the rest is told beside it; the interval comes last.
     first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
     findings = [words[0].upper() + words[1:] for _, words in others if words]
+    if answer is Answer.DIFFERENT and margin.exists and abs(verdict.mean_difference_nats) < margin.widest_nats:
+        findings.append(
+            f"The margin is narrow for want of seeds: {seeds_words(len(base))} of the reference leave room for one of "
+            f"up to ±{margin.widest_nats:.4f}, which would hold this difference."
+        )
     findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
     verdict = replace(verdict, answer=first[0], decided_by=first[1], findings=tuple(findings))
     return _settled_by(verdict, margin) if first == (Answer.INSUFFICIENT, "") else verdict
