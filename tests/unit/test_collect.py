@@ -22,7 +22,6 @@ from moelab.runs.side_files import converted_modules
 from moelab.runs.status import State
 from moelab.runs.table import COLUMNS, joined_rows
 
-LOGS = Path(__file__).parents[1] / "cases" / "logs"
 EXPERIMENT = Experiment(name="s", steps=5, precision="mxfp8", seed=2)
 LOSSES = [8.0, 7.5, 7.0, 6.5, 6.25]
 

@@ -97,6 +97,12 @@ EVERYWHERE = {f"n{number}": GONE for number in range(4)}
         ({"n3": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}}, {"GPUs": f"n3: {H100S}; 3 others: {B200S}; {{}}"}, {}),
         ({"n1": {"gpus": [], "gpu_problem": MISMATCH}}, {"GPUs": f"n1: {MISMATCH}; 3 others: {B200S}; {{}}"}, {}),
         ({}, {"GPUs": f"4 others: {B200S}; the profile says 8 × h200"}, {"gpu_type": "h200"}),
+        ({}, {}, {"gpu_type": "nvidia_b200"}),
+        (
+            {f"n{number}": {"gpus": ["NVIDIA GB200"] * 8} for number in range(4)},
+            {"GPUs": "4 others: 8 × NVIDIA GB200; the profile says 8 × b200"},
+            {},
+        ),
         ({"n1": {"gpus": []}}, {}, {"gpus_per_node": 0}),
         # clocks by the moment in which reports came; a login node whose own clock is wrong is nobody's fault
         ({"n3": {"clock_offset_s": -7.2}}, {"clocks": "n3 7 s behind"}, {}),

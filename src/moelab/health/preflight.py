@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -233,14 +234,20 @@ def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
 
 
 def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
-    kind, wanted = (cluster.gpu_type or "").lower(), cluster.gpus_per_node
+    # Slurm names an "NVIDIA H100 80GB HBM3" `h100` or `nvidia_h100_80gb_hbm3`; `b200` is no part of a GB200.
+    kind, wanted = _one_word(cluster.gpu_type or ""), cluster.gpus_per_node
+    is_kind = re.compile(rf"(?<![a-z0-9]){re.escape(kind)}").search
     groups = _grouped((one, one.get("gpu_problem") or counted(one["gpus"])) for one in reports)
     # It is not enough that all nodes are alike: all may differ from the profile.
-    right = all(len(one["gpus"]) == wanted and all(kind in gpu.lower() for gpu in one["gpus"]) for one in reports)
+    right = all(len(one["gpus"]) == wanted and all(is_kind(_one_word(gpu)) for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
         found = f"{next(iter(groups))} on each of {len(reports)} nodes"
         return Finding(name="GPUs", severity="ok", found=found)
     return fault("GPUs", f"{_odd(groups, 'none')}; the profile says {wanted} × {cluster.gpu_type or 'one kind'}")
+
+
+def _one_word(name: str) -> str:
+    return re.sub(r"\W+", "_", name.lower())
 
 
 def _folders(reports: Sequence[Report]) -> Iterator[Finding]:

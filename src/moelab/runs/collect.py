@@ -513,7 +513,9 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
             # Tables alone: JSON beside one is W&B's configuration and summary.
             if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
                 return _read_exports(exports), None
-            found = f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export"
+            found = (
+                f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export; give what has one"
+            )
             raise BadInput("\n".join([found, *faults])) from None
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
         beginnings = (next(iter(LogBytes(file)), b"") for file in logs)
