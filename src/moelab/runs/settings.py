@@ -27,14 +27,14 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
-_EXPONENT: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-"""A number that YAML 1.1 takes for a text, as 3e-4 for want of a point."""
+_EXPONENT: Final = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}")
+"""A number that YAML 1.1 takes for a text, as 3e-4 for want of a point; one of more digits is a commit."""
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
 _PRIVATE: Final = re.compile(
-    r"(?i)(^|[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
+    r"(?i)(^|(?<!num)[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
     r"|(^|[._])(auth|credentials?)(\.|$)"
 )
 _LINES: Final = (
