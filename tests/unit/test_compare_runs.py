@@ -357,6 +357,11 @@ def test_logs_of_other_work_or_other_steps_are_not_held_against_each_other(tmp_p
     logs = [log_of(tmp_path / f"{n}.log", {step: losses[step] for step in own}) for n, own in enumerate(steps)]
     found = compared(*logs)
     assert "1 and 0 have no step with a loss in common at the end." in found.as_text()
+    seldom = log_of(tmp_path / "seldom.log", {step: losses[step] + 0.5 for step in range(100, 401, 100)})
+    one_less = log_of(tmp_path / "one-less.log", {step: losses[step] for step in range(1, 400)})
+    assert (
+        compared(one_less, seldom).differences[0].sentence().startswith("seldom differs from one-less by +0.5000 nats")
+    )
     short = log_of(tmp_path / "short.log", {step: losses[step] + 0.5 for step in range(1, 51)})
     for log, end in ((logs[0], 1000), (short, 50)):
         log.write_text(log.read_text() + validation_line(end, 7.0))

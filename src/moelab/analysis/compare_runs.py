@@ -176,8 +176,11 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **op
     """
     common = _common_steps(reference, side)
     # Of logs of other steps the first alone may be common, which says nothing about the end.
-    ends = [int(one.table.dropna(subset=["loss"])["step"].max()) for one in (reference, side)] if common else [0]
-    if common and max(common) < first_final_step(min(ends), final_fraction):
+    logged = [one.table.dropna(subset=["loss"])["step"] for one in (reference, side)]
+    ends = [int(steps.max()) for steps in logged] if common else [0]
+    # One that logs seldom has its last of them before the other's end.
+    both_end = min(max((step for step in steps if step <= min(ends)), default=0) for steps in logged)
+    if common and max(common) < first_final_step(both_end, final_fraction):
         common = set()
     goes_on = bool(common) and max(common) < first_final_step(max(ends), final_fraction)
     both = (_mean_loss(side) - _mean_loss(reference)).loc[lambda rows: rows.index.isin(common)]
