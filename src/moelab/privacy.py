@@ -35,7 +35,7 @@ _BEGUN = (
     r"|hv[sbr]\.[\w-]{20,}|gsk_\w{20,}|r8_\w{20,}|glsa_\w{20,}|(?:IQoJb3JpZ2lu|F[wQ]oGZXIvYXdz)[\w+/=%-]{16,}"
     r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
     r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}|dapi[0-9a-f]{32}|do[opr]_v1_[0-9a-f]{20,}|rpa_[A-Z0-9]{20,}"
-    r"|tskey-[a-z]+-[\w-]{16,}|xai-\w{20,}|pplx-\w{20,}|tgp_v1_[\w-]{20,}|csk-\w{20,}|lsv2_[a-z]{2}_\w{20,}"
+    r"|tskey-[a-z]+-[\w-]{16,}|xai-\w{20,}|pplx-[^\W_]{20,}|tgp_v1_[\w-]{20,}|csk-\w{20,}|lsv2_[a-z]{2}_\w{20,}"
 )
 """Tokens with their issuers' prefixes, whole or truncated: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
 Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram,
@@ -142,7 +142,7 @@ _HOME = re.compile(r"(?:(?<![\w.])|(?<=[\s\"']-[ILF]))/(?:home|Users)/[^\s/'\"\\
 _INDUCTOR = re.compile(r"(?<=/torchinductor_)[\w.-]+")  # whose folder has its user's name
 _ADDRESS = re.compile(  # of mail or of a login, and no product of matrices
     r"(?<![\w.+/-])(?!git@)[\w.+-]{1,64}+@(?:[\w-]{1,63}\.){1,8}"
-    r"(?:(?!py)[a-z]{2}|com|org|net|edu|gov|mil|info|dev|cloud|local|internal|lan|cluster|corp|hpc)(?![\w(-]|\.\w)"
+    r"(?:(?!py|so|cu)[a-z]{2}|com|org|net|edu|gov|mil|info|dev|cloud|local|internal|lan|cluster|corp|hpc)(?![\w(-]|\.\w)"
 )
 _ENDPOINT = re.compile(r"(?i)\b(rdzv[-_]endpoint|master[-_]addr)([=: ]+)(?!localhost)[^\s:'\"]+")
 

@@ -498,8 +498,10 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
         "api_key": "***",
     }
     other = history(tmp_path / "other" / "history.csv", columns)
-    (other.parent / "config.yaml").write_text("model: {tokenizer_path: b}\nuser: {value: eve}\n")
-    (tmp_path / "config.yaml").write_text("model: {tokenizer_path: a}\n")
+    (other.parent / "config.yaml").write_text(
+        "model: {tokenizer_path: b}\nvalidation: {seq_len: 1}\nuser: {value: eve}\n"
+    )
+    (tmp_path / "config.yaml").write_text("model: {tokenizer_path: a}\nvalidation: {seq_len: 2}\n")
     assert compared(export, other).differences[0].differing == ("model.tokenizer_path",)
     history(tmp_path / "another.csv", columns)  # now the configuration may be either's
     assert compared(export).sides[0].settings.values == {}
@@ -508,8 +510,9 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
 def test_settings_hold_no_key_and_no_person(tmp_path: Path) -> None:
     keys = ("wandb_key", "aws.access_key", "auth", "auth.bearer", "credentials", "db_passwd")
     names = (*keys, "author", "job.hostname_list", "notify.email_address", "slurm.account")
-    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"}))
-    assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x"}
+    kept = {"num_hosts": "4", "commit": "12345e6"}
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(names, "K") | {"command": "HF_TOKEN=K x"} | kept))
+    assert settings_of(tmp_path).values == {**dict.fromkeys(names, "***"), "command": "HF_TOKEN=*** x", **kept}
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,12 @@ CASES: list[tuple[str, dict[str, str], str, list[str]]] = [
     ("submitit 1613: preempted", {"slurm-8.out": "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***\n"}, "preempted by another job of Slurm", []),
     ("what is raised for the signal of a time limit", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
       + raised("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly", prefix="[rank2]: ")}, "Slurm's time limit was reached", []),
+    ("a launch after a time limit", {"slurm-7.out": steps(1, 2) + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"
+      + titan_line(99, "Starting job: x") + raised("ValueError: mine", prefix="[rank2]: ")}, "rank 2: ValueError: mine", []),
+    ("a launch after one that trained to its end", {"slurm-1.out": steps(1, 2) + titan_line(9, "Training completed"),
+      "slurm-2.out": titan_line(99, "Starting job: x") + raised("ValueError: mine", prefix="[rank2]: ")}, "rank 2: ValueError: mine", []),
+    ("a container that was not there", {"train.log": "Error response from daemon: No such container: a\n" + raised("ValueError: mine", prefix="[rank2]: ")}, "rank 2: ValueError: mine", []),
+    ("a thread of CUDA", {"train.log": steps(1, 2), "dmesg": "[1.3] cuda-EvtHandlr[44]: segfault at 0 ip 0 sp 0 error 4 in libcuda.so[7f]\n"}, "cuda-EvtHandlr[44]: segfault", []),
     ("a job that hung until its time limit", {"slurm-7.out": steps(1, 2) + raised("ValueError: mine", prefix="[rank2]: ")
       + "slurmstepd: error: *** STEP 494583.0 ON n1 CANCELLED AT 2024-04-20T09:09:37 DUE TO TIME LIMIT ***\n"}, "rank 2: ValueError: mine", []),
     ("mpirun", {"train.log": steps(1) + "prterun noticed that process rank 3 with PID 1234 on node gpu-1 exited on signal 9 (Killed).\n"}, "rank 3 on node gpu-1 exited on signal 9", []),

@@ -114,6 +114,7 @@ FORMS: dict[str, tuple[str, dict[str, float]]] = {
     "elapsed": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  elapsed: 0:00:03", {}),
     "in thousands": ("step: 1  loss: 12.25  MEMORY  tps: 2.361k  tflops: --  mfu: 13.5%", {"mfu": 13.5}),
     "no sign": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  mfu: 13.5", {"mfu": 13.5}),
+    "a fork's own": ("step: 1  loss: 12.25  _aux: 0.01  MEMORY  tps: 2,361", {}),
     "infinite": ("step: 1  loss: 12.25  grad_norm:  INF  MEMORY  tps: 2,361", {"grad_norm": math.inf}),
 }  # fmt: skip
 

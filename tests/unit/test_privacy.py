@@ -87,6 +87,7 @@ def test_everything_else_stays(text: str) -> None:
         ("PATH=/opt/ada/bin:/usr/bin", "PATH=…:…"),
         ("<b>/scratch/ada/train.log</b>", "<b>…/train.log</b>"),
         ("g++ -I/scratch/ada/include", "g++ -I…"),
+        ("/scratch/ada/train.log: no ncclInit@libnccl.so", "…/train.log: no ncclInit@libnccl.so"),
         ("cannot open //scratch/ada/train.log", "cannot open …/train.log"),
         (
             "mailto:ada@example.org, ada@login01.x.edu: Permission denied.",

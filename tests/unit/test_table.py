@@ -237,6 +237,7 @@ def test_wandb_chart_as_its_page_writes_it(tmp_path: Path) -> None:
         ("a.csv", "_step,loss,tps\n1,9, \n2,##,N/A\n", [9, math.nan], "1 of 2 values of loss are no numbers"),
         ("a.csv", "_step,loss\n1,9\n2,8,7,7\n", [9], "Skipping line 3: expected 2 fields, saw 4"),
         ("a.csv", "_step,loss\n1,9,\n2,8,\n", [9, 8], "Length of header or names"),
+        ("a.csv", "_step,loss\nr1,1,9\nr2,2,##\n", [9, math.nan], "1 of 2 values of loss are no numbers"),  # by R
         ("a.jsonl", '{"_step": 1, "loss": 9}\n{"_step": 2, "lo', [9], "1 of 2 lines are damaged or cut off"),
     ],
 )  # fmt: skip

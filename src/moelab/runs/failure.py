@@ -43,6 +43,7 @@ RANK_TAIL_BYTES: Final = 1_000_000
 _PLACE = re.compile(r"(?:node(\d+)/)?(?:[^/]+/)?attempt_(\d+)/(\d+)$")
 _DUMP = re.compile(r"^(?:nccl_trace|comm_lib_trace|[\w-]*trace)?_?rank_(?:.*_)?(\d+)(?:\.(?:json|pkl|pickle))?$")
 _LARGEST_BYTES = 256 << 20
+_STAMP = re.compile(r"\[titan\] (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)")
 _Group = tuple[str, str, frozenset[int]]  # name, description and ranks: names repeat among groups of other ranks
 
 
@@ -71,8 +72,14 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     scans = [Scan(text) for text in texts]
     places = [place for scan in scans for place in scan.places]
     of_texts = [list(scan.statements()) for scan in scans]
-    if any(scan.is_completed and not made for scan, made in zip(scans, of_texts, strict=True)):
-        return None  # what another text tells of came before, or was of others
+    done = [text for text, scan, made in zip(texts, scans, of_texts, strict=True) if scan.is_completed and not made]
+    if done:  # what another text tells of came before, or was of others, unless it is of a later launch
+        ends = max(_STAMP.findall(text)[-1:] for text in done)
+        of_texts = [
+            made for text, made in zip(texts, of_texts, strict=True) if ends and _STAMP.findall(text)[:1] > ends
+        ]
+        if not any(of_texts):
+            return None
     statements = [statement for made in of_texts for statement in made]
     if logs is not None:
         statements += _of_ranks(logs, ranks_per_node, places)

@@ -113,7 +113,8 @@ def _field(group: bytes) -> bytes:
     """A pattern of ``name: 1,234.5GiB(12.3%)``, its parts in groups that open with ``group``."""
     number = group + _NUMBER + rb")" + _BLANK
     value = number + group + rb"[KMGT]i?+B|%|[kKM])?+(?:" + _BLANK + rb"\(" + _BLANK + number + rb"%\))?+"
-    return _GAP + group + rb"[A-Za-z][\w./%-]*+):" + _BLANK + rb"(?:" + value + rb"(?!:\d)|(?i:n/a|none|--?+))"
+    name = group + rb"(?:[A-Za-z]|(?<=[\s|,;m])_)[\w./%-]*+):"
+    return _GAP + name + _BLANK + rb"(?:" + value + rb"(?!:\d)|(?i:n/a|none|--?+))"
 
 
 _FIELD = re.compile(_field(rb"("))

@@ -27,14 +27,14 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
-_NUMBER: Final = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+|-?[1-9]\d{0,2}(_\d{3})+")
-"""A number that is read as a text: 3e-4 by YAML 1.1 for want of a point, and 1_000 here."""
+_NUMBER: Final = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}|-?[1-9]\d{0,2}(_\d{3})+")
+"""A number that is read as a text: 3e-4 by YAML 1.1 for want of a point, where more digits are a commit, and 1_000."""
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
 _MOST_VALUES: Final = 1_000
 _PRIVATE: Final = re.compile(
-    r"(?i)(^|[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
+    r"(?i)(^|(?<!num)[._])(user(_?name)?|host(_?name)?s?(_list)?|e?mail(_address)?|entity|author|owner|created_by|account)$"
     r"|(^|[._])(auth|credentials?)(\.|$)"
 )
 _LINES: Final = (

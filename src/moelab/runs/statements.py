@@ -193,7 +193,7 @@ class _Line(NamedTuple):
     is_end: bool = True
 
 
-_TRAINS: Final = r"(?:python|pt_|torch|ray\b)"  # how the names of processes that train begin
+_TRAINS: Final = r"(?:python|pt_|torch|train|cuda|NCCL|nccl|ray\b)"  # how processes and threads that train are named
 _TIME_LIMIT: Final = "Slurm's time limit was reached"
 _LINES: Final = (
     _Line(Kind.OUTSIDE, "Node failure on", r"srun: error: Node failure on (\S+)", r"node \1 failed"),
@@ -235,7 +235,7 @@ _LINES: Final = (
           is_end=False),
     _Line(Kind.ABORTED, "pyxis: ", r"error: (pyxis: (?!child |printing |if the )\S.*)", is_end=False),
     _Line(Kind.FAULT, "FATAL:  ", r"^(FATAL: {2,}.*)"),  # Apptainer's
-    _Line(Kind.FAULT, "Error response from daemon", "(Error response from daemon: .*)"),
+    _Line(Kind.FAULT, "Error response from daemon", "(Error response from daemon: (?!No such container).*)"),
     _Line(Kind.FAULT, "symbol lookup error", r"(\S+: symbol lookup error: .*)"),
     _Line(Kind.FAULT, "shared libraries: ", r"(\S+: error while loading shared libraries: .*)"),
     _Line(Kind.FAULT, "execve", "(slurmstepd: error: execve.*)"),
@@ -292,7 +292,7 @@ _LINES: Final = (
 _SIGNS: Final = tuple(dict.fromkeys((
     "Traceback", "atchdog", "PG GUID", "what():", "terminate called", "Fatal Python", "Error: ", 'File "', "rank  ",
     "exitcode", "Root Cause", "Failures:", "traceback :", "Unable to shutdown", "Exception i", "Training completed",
-    "terminated with", "above exception", *(line.sign for line in _LINES),
+    "terminated with", "above exception", "Starting job:", *(line.sign for line in _LINES),
 )))  # fmt: skip
 
 
@@ -337,7 +337,7 @@ class Scan:
         self._open: set[str] = set()  # of them, those whose next line may belong to what they said before
         self._groups: dict[int | None, str] = {}
         self._steps: dict[int, int] = {}  # the line on which a step was logged last
-        self._completed = -1
+        self._completed, self._launches = -1, list[int]()
         self._ended_by_torchrun: set[str] = set()
         self._agents: list[re.Match[str]] = []  # what torchrun says before its summary
         self._block: int | None = None  # the rank whose entry of torchrun's summary is read
@@ -378,12 +378,13 @@ class Scan:
         placed = [(line, one) for one, line in self._found.items()]
         placed += [one for stream in self._streams.values() for one in self._last_chains(stream)]
         last_lines = sorted(self._steps.values())
-        is_over = False
+        over_at = math.inf
         for line, statement in sorted(placed, key=lambda one: one[0]):
             steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
-                is_over |= statement.message == _TIME_LIMIT
-                is_interrupted = is_over and statement.kind is Kind.FAULT  # by Slurm's signal
+                over_at = line if statement.message == _TIME_LIMIT else over_at
+                is_in_launch = not any(over_at < launch < line for launch in self._launches)
+                is_interrupted = over_at < line and is_in_launch and statement.kind is Kind.FAULT  # by Slurm's signal
                 placed_one = replace(statement, kind=Kind.ENDED) if is_interrupted else statement
                 yield self._with_global_rank(self._with_group(placed_one))
 
@@ -519,6 +520,8 @@ class Scan:
         """Whether a kernel said the line."""
         if "Training completed" in line:
             self._completed = self._line
+        elif "Starting job:" in line:
+            self._launches.append(self._line)
         # The ranks in these brackets are those of the group; the prefix of the line has the job's.
         if group := _GROUP.search(line):
             rank = int(group[2]) if stream.rank is None else stream.rank

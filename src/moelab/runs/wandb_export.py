@@ -99,15 +99,18 @@ def _cells(path: Path, damage: list[str]) -> pd.DataFrame:
             separator = max(",;\t", key=text.partition("\n")[0].count)  # a spreadsheet may have saved it
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                # Without `index_col`, cells to spare in each row would move all of them by one column.
-                cells: pd.DataFrame = pd.read_csv(
-                    StringIO(text),
-                    dtype=str,
-                    keep_default_na=False,
-                    sep=separator,
-                    index_col=False,
-                    on_bad_lines="warn",
-                )
+                options: dict[str, Any] = {
+                    "dtype": str,
+                    "keep_default_na": False,
+                    "sep": separator,
+                    "on_bad_lines": "warn",
+                }
+                cells: pd.DataFrame = pd.read_csv(StringIO(text), **options)
+                # A cell to spare in each row is its name, as R writes it, or an empty one at the end.
+                if not isinstance(cells.index, pd.RangeIndex) and (cells.iloc[:, -1].fillna("") == "").all():
+                    caught.clear()
+                    cells = pd.read_csv(StringIO(text), **options, index_col=False)
+                cells = cells.reset_index(drop=True)
             damage += [" ".join(str(warning.message).split()) for warning in caught]
             return cells
         parsed = _records(text, damage)
