@@ -12,7 +12,7 @@ import re
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 MOST, MOST_RANKS = 10**9, 10**6
@@ -127,7 +127,10 @@ class OwnHardware(BaseModel):
     mxfp8_tflops: Rate | None = None
     hbm_tb_s: Annotated[Rate, Field(lt=100)] | None = None
     nvlink_gb_s: Rate | None = Field(None, description="each way, GB/s")
-    source: str = Field("as given in the hardware file", description="of the figures")
+    # Long words are written as a block of YAML, which ends with a line end.
+    source: Annotated[str, AfterValidator(lambda words: " ".join(words.split()))] = Field(
+        "as given in the hardware file", description="of the figures"
+    )
 
     _printable = field_validator("*")(_printable)
 

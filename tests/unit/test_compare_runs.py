@@ -487,7 +487,9 @@ def test_settings_that_are_the_same_in_other_words(tmp_path: Path) -> None:
 def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) -> None:
     columns = {"_step": [1, 2], "loss_metrics/global_avg_loss": [8.0, 7.0]}
     export = history(tmp_path / "history.csv", columns)
-    training = "training: {desc: null, value: {seq_len: 4096.0, lr: 3e-4, layers: [1, 2], dataset_path: /home/bob/c4}}"
+    training = (
+        "training: {desc: null, value: {seq_len: 4096.0, lr: 3e-4, rows: 1_000, layers: [1, 2], dataset_path: /b/c4}}"
+    )
     (tmp_path / "config.yaml").write_text(
         f"_wandb: {{value: {{x: 1}}}}\n{training}\nuser: {{value: bob}}\napi_key: k\n"
     )
@@ -495,7 +497,8 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
     assert side.settings.values == {
         "seq_len": "4096",
         "training.lr": "0.0003",
-        "training.dataset_path": "/home/bob/c4",
+        "training.rows": "1000",
+        "training.dataset_path": "/b/c4",
         "user": "***",
         "api_key": "***",
     }

@@ -99,7 +99,7 @@ def test_deepeps_buffer_counts_domains() -> None:
 
 # A file of one's own
 
-MINE: dict[str, Any] = {"gpu": "B200", "nodes": 16, "gpus": 8, "nic_gb_s": 25, "memory_gib": 170, "source": "my bill"}
+MINE: dict[str, Any] = {"gpu": "B200", "nodes": 16, "gpus": 8, "nic_gb_s": 25, "memory_gib": 170, "source": "my\nbill"}
 
 
 def files(folder: Path, hardware: dict[str, Any] | str, **fields: Any) -> Path:

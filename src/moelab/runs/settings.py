@@ -27,8 +27,8 @@ from moelab.runs.directory import RunDir
 from moelab.runs.log_text import COLOUR, LogBytes
 from moelab.runs.side_files import Environment
 
-_EXPONENT: Final = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}")
-"""A number that YAML 1.1 takes for a text, as 3e-4 for want of a point; one of more digits is a commit."""
+_NUMBER: Final = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}|-?[1-9]\d{0,2}(_\d{3})+")
+"""A number that is read as a text: 3e-4 by YAML 1.1 for want of a point, where more digits are a commit, and 1_000."""
 _READ_BYTES: Final = 4 << 20  # of a log: everything here is said before the first step
 _CONFIG_NAMES: Final = ("config.yaml", "config.json")
 _LONGEST_LINE: Final = 2_000  # characters; TorchTitan's own have a few hundred
@@ -226,7 +226,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, st
             yield from _flat(value, f"{name}.")
         elif value is not None and not isinstance(value, dict | list):
             name = _TITAN.get(name, name)
-            value = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+            value = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
             value = int(value) if isinstance(value, float) and value.is_integer() else value
             if (name, str(value)) not in _UNRESOLVED:
                 yield name, HIDDEN if _PRIVATE.search(name) or is_secret_name(name) else str(value)
