@@ -348,7 +348,9 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         words = "NVFP4 is emulated for experts only; torchao's NVFP4 linears are SM100 kernels with other numerics"
         yield Fault("NVFP4 is of experts", "quantize", words)
     # Without expert parallelism tensor parallelism cuts the experts themselves.
-    block = NATIVE_BLOCK if _multiplies_natively(facts) else BLOCK[precision]
+    # AMD's kernels take any block.
+    native = native_mxfp8(x, facts.capability) and facts.capability not in ROCM
+    block = NATIVE_BLOCK if native else BLOCK[precision]
     kernels = {NATIVE_BLOCK: f" with native kernels, and of {BLOCK[precision]} with mxfp8_kernels=emulated"}
     if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
         words = (
@@ -370,11 +372,11 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         yield Fault("vocabulary holds the tokenizer", "dataset", words + "or more", offers_choices=False)
 
 
-def _multiplies_natively(facts: Facts) -> bool:
-    """Whether experts are MXFP8 by torchao's kernels for SM100; those for AMD's GPUs take any block."""
-    kernels, capability = facts.experiment.mxfp8_kernels, facts.capability
-    native = kernels == "native" or (kernels == "auto" and has_native_mxfp8(capability))
-    return native and facts.experiment.precision is Precision.MXFP8 and capability not in ROCM
+def native_mxfp8(experiment: Experiment, capability: float | None) -> bool:
+    """Whether products are MXFP8 by torchao's own kernels: asked for, or chosen where a GPU has them."""
+    kernels = experiment.mxfp8_kernels
+    chosen = kernels == "native" or (kernels == "auto" and has_native_mxfp8(capability))
+    return chosen and experiment.precision is Precision.MXFP8
 
 
 def _not_for_deepep(facts: Facts) -> str | None:
@@ -536,7 +538,7 @@ def _padding_note(facts: Facts) -> Iterator[str]:
     elif precision is Precision.NVFP4:
         yield f"padding: {plain} {GROUP_PADDING['nvfp4']}, emulated"
     elif precision is Precision.MXFP8:
-        if kernels == "native" or has_native_mxfp8(facts.capability):
+        if native_mxfp8(facts.experiment, facts.capability):
             yield f"padding: {raised}"
         elif facts.capability is None:
             yield f"padding: {plain} {emulated} where MXFP8 is emulated; {raised}"

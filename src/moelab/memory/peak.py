@@ -26,10 +26,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from moelab.experiment import EPBackend, Experiment, Precision, Routing
-from moelab.hardware import GROUP_PADDING, Gpu, SourcedNumber, has_native_mxfp8
+from moelab.hardware import GROUP_PADDING, Gpu, SourcedNumber
 from moelab.layout import Layout
 from moelab.layout.mesh import nvlink_ranks
-from moelab.layout.rules import LOSS_CHUNKS
+from moelab.layout.rules import LOSS_CHUNKS, native_mxfp8
 from moelab.layout.schedule import in_flight
 from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
@@ -244,8 +244,7 @@ def estimate(
 
 def emulates(experiment: Experiment, gpu: Gpu) -> bool:
     """Whether products are emulated: NVFP4's always, MXFP8's where asked for or where a GPU has none of its own."""
-    auto = experiment.mxfp8_kernels == "auto" and not has_native_mxfp8(gpu.capability)
-    mxfp8 = experiment.precision is Precision.MXFP8 and (auto or experiment.mxfp8_kernels == "emulated")
+    mxfp8 = experiment.precision is Precision.MXFP8 and not native_mxfp8(experiment, gpu.capability)
     return mxfp8 or experiment.precision is Precision.NVFP4
 
 

@@ -80,8 +80,12 @@ INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe
 """Keys under which a model of several modalities has its language model, and Mistral its experts."""
 WINDOWS = ("sliding_attention", "chunked_attention")
 STEPS = (
-    *("moe_layer_freq", "moe_layer_frequency", "decoder_sparse_step", "interleave_moe_layer_step"),
-    *("moe_layer_interval", "route_every_n"),
+    "moe_layer_freq",
+    "moe_layer_frequency",
+    "decoder_sparse_step",
+    "interleave_moe_layer_step",
+    "moe_layer_interval",
+    "route_every_n",
 )
 """Keys for every how many layers there are experts; a list says it of each layer."""
 SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "minimax_m2", "llama4_text")

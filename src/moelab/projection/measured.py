@@ -246,9 +246,8 @@ def _of_exchanges(measured: Measurement, backend: str, name: str) -> Iterator[fl
 
 def _gpu_of(measured: Measurement) -> str:
     """The kind of GPU that a file is of."""
-    named = ((measured.content or {}).get("hardware") or {}).get(
-        "gpu"
-    )  # notebook 02's files have one GPU, under this key
+    hardware = (measured.content or {}).get("hardware") or {}  # notebook 02's files have one GPU, under this key
+    named = hardware.get("gpu")
     names = list(dict.fromkeys(filter(None, [named, *measured.gpu_names])))
     kind = known_gpu(names[0]) if len(names) == 1 else None
     if kind is None:

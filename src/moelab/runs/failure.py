@@ -75,9 +75,8 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     done = [text for text, scan, made in zip(texts, scans, of_texts, strict=True) if scan.is_completed and not made]
     if done:  # what another text tells of came before, or was of others, unless it is of a later launch
         ends = max(_STAMP.findall(text)[-1:] for text in done)
-        of_texts = [
-            made for text, made in zip(texts, of_texts, strict=True) if ends and _STAMP.findall(text)[:1] > ends
-        ]
+        begins = [[match[1]] if (match := _STAMP.search(text)) else [] for text in texts]
+        of_texts = [made for begin, made in zip(begins, of_texts, strict=True) if ends and begin > ends]
         if not any(of_texts):
             return None
     statements = [statement for made in of_texts for statement in made]

@@ -345,8 +345,7 @@ class Scan:
         self._prefixes: list[re.Pattern[str]] = []  # of wrappers that no table has, as their tracebacks show them
         self._kernels: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
         self._line = 0
-        lines = list(_unpacked(text))
-        for raw, following in itertools.zip_longest(lines, lines[1:], fillvalue=""):
+        for raw, following in itertools.pairwise(itertools.chain(_unpacked(text), ("",))):
             self._line += 1
             if raw[:_BEGINNING] in self._kernels:
                 continue

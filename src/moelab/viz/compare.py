@@ -191,8 +191,6 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
         return f"{fast.label} and {slow.label} logged {both}, {why}: no gain is claimed"
     ratio = f"{middles[fast.label] / middles[slow.label]:.3g}"
     known = all("gpu" in side.settings.values for side in sides)
-    if not known or any(side.emulated or side.on_cpu for side in sides):
-        return (
-            f"{fast.label} logged {ratio} times the tokens/s per GPU of {slow.label}"  # unknown hardware, or emulated
-        )
+    if not known or any(side.emulated or side.on_cpu for side in sides):  # it may say nothing of a GPU
+        return f"{fast.label} logged {ratio} times the tokens/s per GPU of {slow.label}"
     return f"{fast.label} trains {ratio} times as fast as {slow.label}"
