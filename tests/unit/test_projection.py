@@ -30,6 +30,7 @@ from moelab.projection.gemm import add_expert_casts, products_by_module, weights
 from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of, nothing
 from moelab.projection.memory_bound import held_by_kind, held_by_rank, memory_rate
 from moelab.projection.project import arms_text, can_be_placed, cost, project, projection_text, with_network
+from moelab.projection.routing import RoutingModel
 from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s
 from moelab.projection.uncertainty import gain_interval
 from moelab.recommendation import TRIED, answer_lines, better_layout, better_text, recommend, recommendation_text
@@ -56,6 +57,10 @@ def faster(cluster: Cluster, figure: str, factor: float) -> Cluster:
     number = getattr(owner, figure)
     better: Any = replace(owner, **{figure: replace(number, value=number.value * factor)})
     return replace(cluster, node=better if owner is node else replace(node, gpu=better))
+
+
+def with_capability(capability: float) -> Cluster:
+    return replace(B200, name="own", node=replace(B200.node, gpu=replace(B200.node.gpu, capability=capability)))
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -94,8 +99,9 @@ def test_a_breakdown_has_no_product_twice_and_none_too_few() -> None:
     ],
 )
 def test_what_a_layout_does_not_do_costs_nothing(part: str, without: dict[str, Any], with_it: dict[str, Any]) -> None:
-    parts = [project(changed(NODE, **fields)).breakdown_s[part] for fields in (without, with_it)]
-    assert parts[0] == 0 < parts[1]
+    projected = [project(changed(NODE, **fields)) for fields in (without, with_it)]
+    assert projected[0].breakdown_s[part] == 0 < projected[1].breakdown_s[part]
+    assert [part in projection_text(one) for one in projected] == [False, True]
 
 
 @settings(max_examples=20, deadline=None)
@@ -127,6 +133,18 @@ def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
 
 
 @pytest.mark.parametrize(
+    ("routing", "model", "expected"),
+    [
+        ("round_robin", "671B", RoutingModel(kind="round_robin")),
+        ("learned", "671B", RoutingModel(kind="group_limited", groups=8, limited_groups=4)),
+        ("learned", "16B", RoutingModel(kind="uniform")),
+    ],
+)
+def test_a_learned_router_keeps_to_the_groups_of_its_model(routing: str, model: str, expected: RoutingModel) -> None:
+    assert project(changed(BF16, routing=routing, model=model)).job.routing == expected
+
+
+@pytest.mark.parametrize(
     ("experiment", "cluster", "error", "words"),
     [
         (changed(NODE, model="671B", hardware="b200_node"), None, Refused, r"does not fit: .* GiB of .* GiB"),
@@ -135,6 +153,7 @@ def test_an_exchange_takes_its_bytes_over_the_slowest_wire() -> None:
         (Experiment(hardware="cpu"), None, BadInput, "no bf16_tflops, hbm_tb_s, nvlink_gb_s"),
         (BF16, cluster_of("b200_node"), BadInput, "nic_gb_s"),
         (changed(BF16, nodes=16, gpus_per_node=16), None, BadInput, "a node of b200_x256 has 8"),
+        (BF16, with_capability(12.0), BadInput, "no profile has a GPU of its kind"),
     ],
 )  # fmt: skip
 def test_what_has_no_projection(
@@ -186,6 +205,8 @@ def test_advice_says_what_it_rests_on_that_was_not_seen() -> None:
     assert widths[1] > 1.5 * widths[0]
     waits = "extrapolated from limited evidence: waiting at TorchTitan's exchanges over the network"
     deepep, inside = project(DEEPEP), project(changed(DEEPEP, ep=8, pp=8, tp=1))
+    assert len(deepep.notes) == 2
+    assert all(note.startswith("traffic") for note in deepep.notes)  # the plan's others do not bear on speed
     text = arms_text({"a": near, "b": deepep})
     assert waits in text
     assert f"{deepep.tps / near.tps - 1:+.1%}" in text
@@ -207,6 +228,7 @@ def test_a_group_is_placed_on_the_cluster_that_is_asked_about() -> None:
     experiment = changed(NODE, hardware="b200_x256", gpus_per_node=4, nodes=4, ep=16)
     rows = [project(experiment, cluster).job.rows_sent.network for cluster in (rack, B200)]
     assert rows[0] == 0 < rows[1]
+    assert project(NODE, FASTER_NETWORK).experiment.hardware == "b200_x256"  # whose rules hold, not an H100's
     six = changed(experiment, nodes=6, ep=8)
     assert can_be_placed(experiment, 16, rack.node)
     assert can_be_placed(six, 8, rack.node)
@@ -237,13 +259,19 @@ def test_gathers_hide_beside_layers_and_not_beside_the_ends() -> None:
 
 
 def test_replicas_add_up_their_gradients_once_a_step() -> None:
-    job = project(changed(BF16, model="16B", dp_replicate=2)).job
-    alone = replace(job, degrees=job.degrees._replace(dp_replicate=1))
-    both_s, alone_s = (step_parts_s(one, CALIBRATION)["FSDP collectives"] for one in (job, alone))
-    stride = job.degrees.fsdp * job.work.tp
-    of_ranks = [4 * held_by_rank(job, rank).padded for rank in range(job.pp)]  # FP32, to every replica and back
-    sums_s = [2 * ring_time_s(job, CALIBRATION, size, 2, stride=stride) for size in of_ranks]
-    assert any(both_s - alone_s == pytest.approx(one) for one in sums_s)
+    """In FP32, to every replica and back; without a pipeline those of the embedding and of the head show alone."""
+    pipeline = project(changed(BF16, model="16B", dp_replicate=2)).job
+    flat = project(changed(NODE, hardware="h100_x1024", nodes=2, dp_replicate=2)).job
+    kinds = held_by_kind(flat.shape, flat.degrees)
+    for job, held in (
+        (pipeline, [[held_by_rank(pipeline, rank)] for rank in range(pipeline.pp)]),
+        (flat, [[kinds["embedding"], kinds["head"]]]),
+    ):
+        alone = replace(job, degrees=job.degrees._replace(dp_replicate=1))
+        both_s, alone_s = (step_parts_s(one, CALIBRATION)["FSDP collectives"] for one in (job, alone))
+        stride = job.degrees.fsdp * job.work.tp
+        sums_s = [sum(2 * ring_time_s(job, CALIBRATION, 4 * one.padded, 2, stride=stride) for one in of) for of in held]
+        assert any(both_s - alone_s == pytest.approx(one) for one in sums_s)
 
 
 def test_launching_shows_where_it_takes_longer_than_what_is_launched() -> None:

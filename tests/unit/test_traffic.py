@@ -90,6 +90,7 @@ def test_destinations_of_the_published_layout(kind: Kind, ranks: float, nodes: f
         (12, 4, 4, 2, 4, 3, "derived"),
         (12, 3, 12, 2, 6, 2, "derived"),
         (12, 3, 6, 6, 3, 2, "derived"),
+        (4, 4, 4, 2, 1, 1, "derived"),  # every expert of the layer
         (12, 2, 3, 3, 2, 1, "simulated"),  # groups of six cut across ranks of four
     ],
 )
