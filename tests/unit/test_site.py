@@ -44,7 +44,7 @@ class Bars(Explorer):
 
 def test_a_grid_has_every_choice_as_the_explorer_shows_it_and_each_figure_once() -> None:
     grid = explorers.Grid(explorers={"": Bars()}, choices={"height": (1, 2, 3), "color": ("red", "<blue>")})
-    script = explorers.script("05_x", grid)
+    page, script = explorers.page("05_x", grid), explorers.script("05_x", grid)
     content = json.loads(script.removeprefix('moelabGrids["05_x"] = ').removesuffix(";\n"))
     figures = [json.loads(gzip.decompress(base64.b64decode(packed))) for packed in content["figures"]]
     words = {"0": "1 is the height", "1": "2 is the height", "2": "height is 3; valid: 1 and 2"}
@@ -55,7 +55,6 @@ def test_a_grid_has_every_choice_as_the_explorer_shows_it_and_each_figure_once()
         assert words[height] in shown[0]
         assert height == "2" or ("red", "blue")[int(color)] in state["words"]
     assert len(figures) == 2
-    page = explorers.page("05_x", grid)
     assert 'name="the height" min="0" max="2" value="1" data-labels="1|2|3"><output>2</output>' in page
     assert '<option value="1">&lt;blue&gt;</option>' in page
     assert "a &lt;color&gt;" in page
