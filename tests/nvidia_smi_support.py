@@ -32,23 +32,31 @@ def forget() -> None:
 
 
 def nvidia_smi(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str, code: int = 0, listed: str = "", body: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *rows: str,
+    code: int = 0,
+    listed: str = "",
+    body: str = "",
+    visible: str | None = None,
 ) -> Path:
     """Put a stand-in on PATH.
 
     Args:
         monkeypatch: sets PATH.
-        folder: gets a folder ``bin`` with the program, and a file ``asked`` with a line for each call.
+        folder: gets a folder ``bin`` with the program.
         rows: what it prints for a query.
         code: with which a query ends.
         listed: what it prints for ``-L``.
         body: a script instead.
+        visible: ``CUDA_VISIBLE_DEVICES``.
     """
     (folder / "bin").mkdir(exist_ok=True)
     answers = [f"if [ \"$1\" = -L ]; then cat <<'P'\n{listed}\nP\nexit 0; fi", "cat <<'P'", *rows, "P", f"exit {code}"]
-    script = f'echo "$*" >> {folder}/asked\n' + (body or "\n".join(answers))
-    made = program(folder / "bin", "nvidia-smi", script, shell="/bin/bash")
+    made = program(folder / "bin", "nvidia-smi", body or "\n".join(answers), shell="/bin/bash")
     monkeypatch.setenv("PATH", f"{made.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     forget()
     return made
