@@ -10,7 +10,7 @@ import pytest
 from processes import program
 
 from moelab.hardware import cluster_of
-from moelab.machine import gpu_listing
+from moelab.machine import Machine, gpu_listing
 
 B200 = "NVIDIA B200, 10.0, 580.95.05, 183359"
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 570.1, 81559"
@@ -23,6 +23,24 @@ def with_files(root: Path, files: Mapping[str, str]) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
+
+
+def made_machine(
+    root: Path,
+    files: Mapping[str, str] | None = None,
+    answers: Mapping[str, str | None] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    memlock_bytes: int | None = None,
+) -> Machine:
+    """A machine with these files, and these answers to the first two words of a command; packages are in ``site``."""
+    return Machine(
+        root=with_files(root, files or {}),
+        env=dict(env or {}),
+        run=lambda command: (answers or {}).get(" ".join(command[:2])),
+        search=(root / "site",),
+        memlock_bytes=memlock_bytes,
+    )
 
 
 def forget() -> None:
