@@ -30,6 +30,8 @@ V1 = {"__init__.py": "", "buffer.py": "", "../deep_ep_cpp.cpython-312-x86_64-lin
 HYBRID = {"__init__.py": "", "buffer.py": "", "hybrid_ep_buffer.py": "", "../hybrid_ep_cpp.cpython-312.so": ""}
 OTHER_NCCL = "persistent_envs = dict()\npersistent_envs['EP_NCCL_ROOT_DIR'] = '/opt/nccl'\n"
 PORT_UP = {"state": "4: ACTIVE\n", "rate": "400 Gb/sec (4X NDR)\n", "link_layer": "InfiniBand\n"}
+UNMANAGED = {**PORT_UP, "state": "2: INIT\n", "phys_state": "5: LinkUp\n"}
+ETHERNET = {**PORT_UP, "rate": "40 Gb/sec (4X QDR)\n", "link_layer": "Ethernet\n"}
 PORT_DOWN = {**PORT_UP, "state": "1: DOWN\n", "rate": "10 Gb/sec (4X SDR)\n"}
 HALF = {"mlx5_0": {**PORT_UP, "rate": "200 Gb/sec (4X HDR)\n"}}
 CARDS = {"mlx5_0": PORT_UP, "mlx5_1": PORT_UP}
@@ -94,8 +96,8 @@ LAPTOP: dict[str, Any] = {"deepep": {}, "nccl": None, "wheels": (), "cards": {},
 NVLINK_ONLY = {"cards": {}, "env": {"EP_DISABLE_GIN": "1"}}
 
 
-def examined(root: Path, *, nodes: int = 4, **what: Any) -> dict[str, Finding]:
-    findings = examine_environment(node(root, **what), nodes=nodes, nic_gb_s=50)
+def examined(root: Path, *, nodes: int = 4, nic_gb_s: float | None = 50, **what: Any) -> dict[str, Finding]:
+    findings = examine_environment(node(root, **what), nodes=nodes, nic_gb_s=nic_gb_s)
     return {one.name: one for one in findings}
 
 
@@ -172,7 +174,10 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, what: dict[str, A
         ({"deepep": {}, "cards": {}}, "error RDMA devices", "/dev/infiniband"),
         ({"cards": {**CARDS, "mlx5_1": PORT_DOWN}}, "warning RDMA devices", "mlx5_1 (1: DOWN)"),
         ({"deepep": {}, "cards": {"mlx5_0": PORT_DOWN}}, "error RDMA devices", "0 of 1 ports active"),
-        ({"cards": HALF}, "warning RDMA rate", "mlx5_0 25 GB/s"),
+        ({"deepep": {}, "cards": {"mlx5_0": UNMANAGED}}, "error RDMA devices", "subnet manager"),
+        # and not the Ethernet card, as of Azure's ND H100 v5
+        ({"cards": {**HALF, "mlx5_an0": ETHERNET}}, "warning RDMA rate", '"found": "mlx5_0 25 GB/s"'),
+        ({"cards": {**HALF, "mlx5_1": PORT_UP}, "nic_gb_s": None}, "warning RDMA rate", "the others have 50 GB/s"),
         ({"modules": ""}, "warning GPUDirect RDMA", "modprobe nvidia_peermem"),
         ({"memlock": 64 << 10}, "warning locked memory", "0.0625 MiB"),
         ({"ibstat": None}, "warning RDMA bandwidth for DeepEP", "diags"),
