@@ -282,14 +282,15 @@ def test_known_messages_are_signs_of_a_fault(message: str, cause: str) -> None:
 def test_ranks_that_end_well(tmp_path: Path) -> None:
     write = (
         "result = {'relative_error': 0.001 * (rank + 1), 'version': '2.1.0'}\n"
-        "(folder / f'result{rank}.json').write_text(json.dumps(result))\nassert sys.argv[4] == 'DEVICE'\n"
+        "(folder / f'result{rank}.json').write_text(json.dumps(result))\nassert sys.argv[4] == 'EXPECTED'\n"
+        "assert (os.environ.get('CUDA_VISIBLE_DEVICES') == '') == (sys.argv[4] == 'cpu')\n"
     )
     v1, v2 = node(tmp_path / "v1", deepep=V1), node(tmp_path / "v2")
-    well = ended(write.replace("DEVICE", "cuda"), v2)
+    well = ended(write.replace("EXPECTED", "cuda"), v2)
     moved = "2 ranks sent tokens to their experts and back, forward and backward; relative error 2.0e-03"
     assert (well.severity, well.found) == ("ok", f"DeepEP 2.1.0: {moved}")
     for machine, gpus, why in ((v2, 1, "1 GPU where 2 are needed"), (v1, 8, "DeepEP V2 is not installed")):
-        note = ended(write.replace("DEVICE", "cpu"), machine, gpus=gpus)
+        note = ended(write.replace("EXPECTED", "cpu"), machine, gpus=gpus)
         assert (note.severity, note.found) == ("note", f"DeepEP was not run: {why}. Over gloo on the CPU {moved}")
 
 
