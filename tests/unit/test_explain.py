@@ -316,17 +316,18 @@ def test_the_rank_that_waits_least_is_late_and_a_bad_file_hides_no_rank(tmp_path
     assert explain([tmp_path], rank=1).rank == 1
     with pytest.raises(BadInput, match=r"ranks 0, 1.*rank2_trace.json is not a Kineto trace"):
         explain([tmp_path], rank=2)
+    one_number = {"Collective name": "allreduce", "In msg nelems": 1, "Process Group Description": "default_pg"}
+    (group,) = explained(
+        tmp_path / "few", [kernel(A2A, 0, 10, **one_number), kernel(A2A, 20, 50, **one_number)]
+    ).communication
+    assert (group.ms, group.waiting_ms) == pytest.approx((0.04, 0.04)), (
+        "what moves next to nothing waits all of its time"
+    )
     (tmp_path / "empty").mkdir()
     with pytest.raises(BadInput, match=r"no trace .* below"):
         explain([tmp_path / "empty"])
     with pytest.raises(BadInput, match="does not exist"):
         explain([tmp_path / "trace.json"])
-
-
-def test_a_collective_that_moves_next_to_nothing_waits_all_of_its_time(tmp_path: Path) -> None:
-    one_number = {"Collective name": "allreduce", "In msg nelems": 1, "Process Group Description": "default_pg"}
-    (group,) = explained(tmp_path, [kernel(A2A, 0, 10, **one_number), kernel(A2A, 20, 50, **one_number)]).communication
-    assert (group.ms, group.waiting_ms) == pytest.approx((0.04, 0.04))
 
 
 def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
@@ -397,7 +398,7 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
     ("name", "content", "says"),
     [
         ("report.nsys-rep", b"\x00\x01binary", "Nsight"),
-        ("export.sqlite", b"SQLite format 3\x00", "Nsight"),
+        ("export.db", b"SQLite format 3\x00", "Nsight"),
         ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "Nsight"),
         ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}', mtime=0), "Nsight"),
         ("tables.json", b'{"StringIds": [{"id": 1, "value": "x"}]}', "Nsight"),
@@ -537,16 +538,15 @@ def test_a_long_file_is_never_in_memory(tmp_path: Path) -> None:
     assert peak < 7e6 < 0.5 * (tmp_path / "trace.json").stat().st_size
 
 
-def test_the_text_has_tables_and_says_what_to_look_at_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_says_what_to_look_at_first_and_what_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["explain", str(MEASURED / "trace_two_h200_full_fp8_deepep.json.gz")]) == 0
     text = capsys.readouterr().out
     assert text.startswith("565.9 ms from the first to the last event of rank 0 (NVIDIA H200): 87.0% compute")
     assert "look first at exposed FSDP collectives: 27.8 ms" in text
     assert "measured on all ranks" not in text
     assert "Memcpy DtoD (Device -> Device)" in text
-
-
-def test_a_text_says_what_is_not_known(tmp_path: Path) -> None:
     found = explained(tmp_path, [kernel("mine", 0, 10), kernel(GEMM, 10, 30)], gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     text = explanation_text(found)
     assert "66.7% of kernel time is classified" in text

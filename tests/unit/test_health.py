@@ -132,7 +132,7 @@ def test_a_healthy_cluster_and_processes_on_cpus_that_are_not_held_against_a_flo
         assert {one.name: one.found for one in found} == {**WELL, "health check": scope}
 
 
-def test_a_slow_node_a_slow_gpu_and_a_node_that_complains() -> None:
+def test_a_slow_node_a_slow_gpu_a_node_that_complains_and_an_early_end() -> None:
     slow = result(
         pairs_gb_s=[(a, b, SLOW if "n06" in (a, b) else FAST) for a, b in combinations(EIGHT, 2)],
         inside_gb_s={**dict.fromkeys(EIGHT, 700.0), "n02": 200.0},
@@ -149,11 +149,9 @@ def test_a_slow_node_a_slow_gpu_and_a_node_that_complains() -> None:
         "all-reduce of pairs": "n06 with all others: below 320 GB/s; all pairs: 90 to 350 GB/s",
         "all-reduce of all ranks": "90 GB/s with 64 ranks; the profile's floor is 320 GB/s",
     }
-
-
-def test_a_check_that_ended_early_says_where() -> None:
-    (only,) = judge({**{name: result()[name] for name in ("backend", "device", "ranks", "nodes")}, "stage": "x"}, 320.0)
-    assert (only.severity, only.found) == ("error", f"{SCOPE}; it ended while x")
+    early = {name: slow[name] for name in ("backend", "device", "ranks", "nodes")}
+    (only,) = judge({**early, "stage": "timing GEMMs"}, 320.0)
+    assert (only.severity, only.found) == ("error", f"{SCOPE}; it ended while timing GEMMs")
 
 
 def test_a_throttled_gpu_and_bad_memory() -> None:
@@ -221,12 +219,19 @@ def test_a_kernel_log_without_xids_and_one_that_may_not_be_read(
     assert words in log.found
 
 
-def test_a_seat_of_torchrun_and_of_srun() -> None:
+def test_a_seat_of_torchrun_of_srun_and_of_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURMD_NODENAME": "gpu7"}
     assert Seat.of(torchrun) == Seat(rank=3, ranks=4, local_rank=1, node="gpu7", meeting="env://")
     task = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1201"}
     step = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
     assert Seat.of({**task, **step}).meeting == "tcp://gpu07:20608"
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for more, words in (([], "start this with torchrun, or srun"), (["--cluster=nope"], "the profiles are")):
+        assert measure.main([f"--output={tmp_path}/h.json", *more]) == 2
+        assert words in capsys.readouterr().err
 
 
 RANKS = """
@@ -265,11 +270,3 @@ def test_three_nodes_over_gloo(tmp_path: Path) -> None:
     assert all(gb_s > 0 for gb_s in (written["all_gb_s"], *(gb_s for *_, gb_s in written["pairs_gb_s"])))
     assert "is not compared with the profile's 320 GB/s" in printed[0]
     assert printed[1:] == ["", ""]
-
-
-def test_nobody_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for more, words in (([], "start this with torchrun, or srun"), (["--cluster=nope"], "the profiles are")):
-        assert measure.main([f"--output={tmp_path}/h.json", *more]) == 2
-        assert words in capsys.readouterr().err
