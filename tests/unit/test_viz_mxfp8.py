@@ -147,7 +147,7 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     figure = largest_number_error(amax, errors)
     assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
     assert "RCEIL and CEIL never do" in title(figure)
-    assert min(errors["rceil"]) == pytest.approx(-E4M3.rounding_percent / 100), "the worst rounding, which the subtitle names"
+    assert min(errors["rceil"]) == pytest.approx(-E4M3.rounding_percent / 100)
     assert f"±{E4M3.rounding_percent:.2f} % (1/17)" in title(figure)
 
 
