@@ -21,6 +21,7 @@ from stand_in import step_line, titan_line, validation_line
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.compare_runs import difference_curve
+from moelab.analysis.side import speed_ratio
 from moelab.analysis.verdict import Answer
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
@@ -93,6 +94,25 @@ def test_our_count_of_mfu_is_torchtitans_own() -> None:
     rows = read_log(EXAMPLE_LOGS[0]).rows
     assert bf16.memory_gib == rows["memory_gib"].max()
     assert np.median(bf16.tps) == rows.loc[rows["step"] > 3, "tps"].median()
+
+
+def test_the_spread_and_the_end_of_a_side(tmp_path: Path) -> None:
+    """Twenty-one steps count for speed and take 1 to 21 s; the norm peaks once and ends at 3."""
+    norms = [2.0] * 12 + [math.inf, 10.0] + [2.0] * 8 + [3.0, 3.0]
+    step = range(1, 25)
+    times = np.cumsum([0, 1, 1, *range(1, 22)])
+    columns = {"_step": step, "loss": 8.0, "throughput(tps)": [9, 9, 9, *range(100, 121)], "_timestamp": times}
+    slow, fast = (
+        compared(history(tmp_path / name / "x.csv", {**columns, "grad_norm": norms, "lr": 0.1, **other})).sides[0]
+        for name, other in (("slow", {}), ("fast", {"throughput(tps)": 220.0}))
+    )
+    assert slow.tps_percentiles == (101.0, 105.0, 110.0, 115.0, 119.0)
+    assert speed_ratio(fast, slow) == 2.0
+    assert slow.step_time_tail == pytest.approx(20 / 11)
+    percent, seconds = slow.step_time_shares
+    assert {share: seconds[percent.tolist().index(share)] for share in (0, 5, 50, 100)} == {0: 1, 5: 2, 50: 11, 100: 21}
+    assert (slow.final_grad_norm, slow.grad_norm_peak) == (3.0, 5.0)
+    assert slow.training_means["lr"].tolist() == [0.1] * 24
 
 
 def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
