@@ -99,13 +99,10 @@ def test_our_count_of_mfu_is_torchtitans_own() -> None:
 def test_the_spread_and_the_end_of_a_side(tmp_path: Path) -> None:
     """Twenty-one steps count for speed and take 1 to 21 s; the norm peaks once and ends at 3."""
     norms = [2.0] * 12 + [math.inf, 10.0] + [2.0] * 8 + [3.0, 3.0]
-    step = range(1, 25)
     times = np.cumsum([0, 1, 1, *range(1, 22)])
-    columns = {"_step": step, "loss": 8.0, "throughput(tps)": [9, 9, 9, *range(100, 121)], "_timestamp": times}
-    slow, fast = (
-        compared(history(tmp_path / name / "x.csv", {**columns, "grad_norm": norms, "lr": 0.1, **other})).sides[0]
-        for name, other in (("slow", {}), ("fast", {"throughput(tps)": 220.0}))
-    )
+    columns = {"loss": 8.0, "tps": [9, 9, 9, *range(100, 121)], "_timestamp": times, "grad_norm": norms, "lr": 0.1}
+    logs = [export(tmp_path / "slow.csv", **columns), export(tmp_path / "fast.csv", **columns | {"tps": 220.0})]
+    slow, fast = compared(*logs).sides
     assert slow.tps_percentiles == (101.0, 105.0, 110.0, 115.0, 119.0)
     assert speed_ratio(fast, slow) == 2.0
     assert slow.step_time_tail == pytest.approx(20 / 11)
