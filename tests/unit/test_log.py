@@ -13,7 +13,7 @@ import textwrap
 import tracemalloc
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +28,12 @@ from stand_in import titan_line as stamped
 
 from moelab.errors import BadInput
 from moelab.runs.collect import collect
-from moelab.runs.follow import LogFollower
 from moelab.runs.log import read_log
 from moelab.runs.log_text import NotALog
 from moelab.runs.table import COLUMNS
+from moelab.runs.tensorboard import read_tensorboard
 
-CASES = Path(__file__).parents[1] / "cases" / "logs"
+RESTART = Path(__file__).parents[1] / "cases" / "logs" / "restart.log"
 
 
 def start(step: int | str) -> str:
@@ -44,29 +44,16 @@ def steps(rows: pd.DataFrame) -> list[tuple[int, int, float]]:
     return list(rows[["segment", "step", "loss"]].itertuples(index=False, name=None))
 
 
-def test_torchtitans_own_colours() -> None:
-    numbers = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
-    rows = read_log(CASES / "colour.log").rows[numbers].values.tolist()
-    assert rows[0][:-1] == [1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1034.57]
-    assert rows[1] == [1210, 3.17, 0.219, 151.07, 84.71, 12901, 1038.97, 46.18]
+# Lines ---------------------------------------------------------------------------------------------------------------
 
 
-def test_pipeline_case_in_both_orders() -> None:
-    lines = (CASES / "pipeline_two_nodes.log").read_text().splitlines()
-    for order in (lines, lines[::-1]):
-        rows = read_log(order).rows
-        assert rows[["step", "loss", "memory_gib", "memory_pct"]].values.tolist() == [[10, 7.2, 131.0, 73.46]]
-        assert rows["time"].tolist() == [datetime(2026, 9, 14, 6, 0, 1, 140000).timestamp()]
-
-
-@pytest.mark.parametrize("text", ["    nan", "    inf", "    NaN", "    Inf"])
-def test_reported_loss_that_is_not_finite_is_a_failure(text: str) -> None:
-    read = read_log([stamped(0, step(10, 7.0)), stamped(60, step(20, text)), stamped(60.1, step(20, -4.0))])
-    assert not math.isfinite(read.rows["loss"].iloc[1])
-    assert read.reason == f"loss is {text.strip().lower()} at step 20 (segment 0)"
-
-
-def test_error_of_torchtitan_about_the_loss() -> None:
+def test_a_loss_that_is_not_finite_is_a_failure_until_another_launch() -> None:
+    for text in ("nan", "inf", "NaN", "Inf"):
+        read = read_log(
+            [stamped(0, step(10, 7.0)), stamped(60, step(20, f"    {text}")), stamped(60.1, step(20, -4.0))]
+        )
+        assert not math.isfinite(read.rows["loss"].iloc[1])
+        assert read.reason == f"loss is {text.lower()} at step 20 (segment 0)"
     error = "[rank3]: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 12. Stopping training.\n"
     source = '[rank3]:     f"Loss is not finite (global_avg_loss={global_avg_loss}) at "\n'
     lines = [stamped(0, start(1)), stamped(1, step(1, 8.0)), source, error]
@@ -76,12 +63,9 @@ def test_error_of_torchtitan_about_the_loss() -> None:
 
 def test_validation_lines() -> None:
     text = "validate step: 20  loss: {:7.4f}  memory: 12.50GiB(7.00%)  tps: {:,}"
-    lines = [
-        stamped(0, step(20, 7.0)),
-        stamped(5, "\x1b[33m" + text.format(6.5, 9000) + "\x1b[39m"),
-        stamped(5.1, text.format(-0.00001, 9100)),  # a pipeline rank: -1 over the number of tokens
-    ]
-    read = read_log(lines)
+    # The loss of a pipeline rank without one: -1 over the number of tokens.
+    moments = {0: step(20, 7.0), 5: "\x1b[33m" + text.format(6.5, 9000) + "\x1b[39m", 5.1: text.format(-0.00001, 9100)}
+    read = read_log([stamped(at, line) for at, line in moments.items()])
     assert len(read.rows) == 1
     assert read.validation.values.tolist() == [[0, 20, 6.5, 9000, 12.5, START.timestamp() + 5]]
 
@@ -139,7 +123,9 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
     assert read_log([*percent, percent[0].replace("step: 3", "step: 5")[:-5]]).rows["step"].tolist() == [3, 4]
 
 
-COLOURED = "\x1b[31mstep: {:2}  \x1b[32mloss: {:8.5f}  \x1b[33mmemory: 1.00GiB(1.00%)  \x1b[34mtps: 4,000\x1b[39m"
+COLOURED = (
+    "\x1b[31mstep: {:2}  \x1b[38;2;180;60;0mloss: {:8.5f}  \x1b[33mmemory: 1.00GiB(1.00%)  \x1b[34mtps: 4,000\x1b[39m"
+)
 LOCAL = "[titan] {0:%Y-%m-%d %H:%M:%S},481 - root - INFO - {1}"
 UTC_STAMP = "{0:%Y-%m-%dT%H:%M:%S}.481"
 # What stands before and after the text of a line, and whether its time has a zone.
@@ -206,32 +192,35 @@ def test_wrapped_lines_at_any_width(width: int, short: bool) -> None:
         pd.testing.assert_frame_equal(read_log(wrapped).rows, expected)
 
 
-def test_line_that_torchtitan_itself_writes(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_and_events_that_torchtitan_itself_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = pytest.importorskip("torchtitan.components.metrics")
     from torchtitan.tools.utils import Color
 
-    memory = SimpleNamespace(
-        max_active_gib=1.0, max_active_pct=1.0, max_reserved_gib=151.07, max_reserved_pct=84.71,
-        num_alloc_retries=0, num_ooms=0,
-    )  # fmt: skip
+    events = metrics.TensorBoardLogger(str(tmp_path))
+    memory = {"max_active_gib": 1.0, "max_active_pct": 1.0, "max_reserved_gib": 151.07, "max_reserved_pct": 84.71}
+    peak = SimpleNamespace(**memory, num_alloc_retries=0, num_ooms=0)
     processor = SimpleNamespace(
-        num_flops_per_token=80_000_000_000, time_last_log=0.0, ntokens_since_last_log=0, has_quantization=True,
+        num_flops_per_token=80_000_000_000, time_last_log=0.0, ntokens_since_last_log=25_692, has_quantization=False,
         parallel_dims=SimpleNamespace(non_data_parallel_size=1), config=SimpleNamespace(log_freq=10),
-        data_loading_times=[0.1], color=Color(), logger=SimpleNamespace(log=lambda *_: None), gpu_peak_flops=1.0,
-        device_memory_monitor=SimpleNamespace(get_peak_stats=lambda: memory, reset_peak_stats=lambda: None),
+        data_loading_times=[0.1], color=Color(), logger=events, gpu_peak_flops=2e15,
+        device_memory_monitor=SimpleNamespace(get_peak_stats=lambda: peak, reset_peak_stats=lambda: None),
     )  # fmt: skip
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 2.0)
     with caplog.at_level(logging.INFO):
         metrics.MetricsProcessor.log(processor, 1200, 3.1842, 3.3, 0.221)
+        processor.time_last_log = 0.0
         metrics.MetricsProcessor.log_validation(processor, 3.25, 1200)
+    events.close()
     formatter = logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
     records = [record for record in caplog.records if "step: " in record.getMessage()]
-    read = read_log([formatter.format(record) for record in records])
-    row = read.rows.iloc[0]
-    assert row[["step", "loss", "grad_norm", "memory_gib", "memory_pct"]].tolist() == [
-        1200, 3.1842, 0.221, 151.07, 84.71
-    ]  # fmt: skip
-    assert row["time"] == pytest.approx(records[0].created, abs=0.0011)
-    assert read.validation[["step", "loss", "memory_gib"]].values.tolist() == [[1200, 3.25, 151.07]]
+    names = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
+    for read in (read_log([formatter.format(record) for record in records]), read_tensorboard(tmp_path)):
+        (row,) = read.rows[names].values.tolist()
+        assert row == pytest.approx([1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1027.68, 51.384], rel=1e-4)
+        assert read.rows["time"][0] == pytest.approx(records[0].created, abs=0.1)
+        assert read.validation[["step", "loss", "memory_gib"]].values.tolist() == [[1200, 3.25, pytest.approx(151.07)]]
 
 
 # Segments ----------------------------------------------------------------------------------------------------------
@@ -246,17 +235,15 @@ def test_32_nodes_starting_amid_the_first_rows_are_one_segment_at_each_launch() 
     assert steps(read_log(lines).rows) == [(0, 1, 8.0), (0, 2, 7.9), (1, 1, 8.01), (1, 2, 7.91)]
 
 
+Place = tuple[int, int, float]
+RESTARTED: list[Place] = [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)]
 # Moments and texts of a log's lines, and the segment, step and loss of its rows.
-LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[tuple[int, int, float]]]] = {
+LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[Place]]] = {
     "no row": ([(0, start(1)), (600, start(1)), (660, step(10, 8.0)), (900, start(11))], [(0, 10, 8.0)]),
     "no step repeated": (
-        [(0, start(1)), (9, step(10, 8.0)), (11, start(11)), (20, step(20, 7.0))],
-        [(0, 10, 8.0), (1, 20, 7.0)],
+        [(0, start(1)), (9, step(10, 8.0)), (11, start(11)), (20, step(20, 7.0))], [(0, 10, 8.0), (1, 20, 7.0)]
     ),
-    "no start": (
-        [(300, step(90, 5.1)), (360, step(100, 5.0)), (3720, step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
-    ),
+    "no start": ([(300, step(90, 5.1)), (360, step(100, 5.0)), (3720, step(90, 5.2))], RESTARTED),
     "no start, and the newest step again": (
         [(360, step(100, 5.0)), (3720, step(100, 5.1)), (3780, step(110, 4.9))],
         [(0, 100, 5.0), (1, 100, 5.1), (1, 110, 4.9)],
@@ -266,14 +253,12 @@ LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[tuple[int, int, f
         [(0, 100, 5.0), (1, 90, 5.2)],
     ),
     "no times": (
-        [(None, line) for line in (start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+        [(None, line) for line in (start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.2))], RESTARTED
     ),
     "no times and no start": (
-        [(None, line) for line in (step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+        [(None, line) for line in (step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.2))], RESTARTED
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -306,50 +291,12 @@ def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, 
         *[(1, n, pytest.approx(9 - n / 100 + 0.0036)) for n in range(30, 61, 10)],
     ]
     assert set(expected["tps"]) == {4001}  # rank 1 prints before rank 2
-    assert expected["memory_gib"].tolist() == [12 + n / 10 for n in (10, 20, 30, 40, 50, 30, 40, 50, 60)]
+    fullest = [12 + n / 10 for n in (10, 20, 30, 40, 50, 30, 40, 50, 60)]
+    assert expected["memory_gib"].tolist() == fullest
+    assert expected["memory_pct"].tolist() == [pytest.approx(gib / 2, abs=0.01) for gib in fullest]
     order = data.draw(st.permutations([rank for rank, lines in enumerate(ranks) for _ in lines]))
     queues = [iter(lines) for lines in ranks]
     pd.testing.assert_frame_equal(read_log([next(queues[rank]) for rank in order]).rows, expected)
-
-
-# Streaming ---------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25)
-@given(cuts=st.lists(st.integers(0, 3000), max_size=12), end=st.sampled_from(["", "\n"]))
-def test_follower_polled_anywhere_gives_what_one_read_gives(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], end: str
-) -> None:
-    log = tmp_path_factory.mktemp("follow") / "train.log"
-    content = "".join(chain(*zip(*(pipeline_job(r, starts=True) for r in range(2)), strict=True)))
-    content = content.rstrip("\n") + end
-    follower = LogFollower(log)
-    polls = [follower.poll()]
-    bounds = sorted({0, *(min(cut, len(content)) for cut in cuts), len(content)})
-    for begin, stop in pairwise(bounds):
-        with log.open("a") as file:
-            file.write(content[begin:stop])
-        polls.append(follower.poll())
-    expected = read_log(log).rows
-    assert len(expected) == 9
-    pd.testing.assert_frame_equal(follower.result().rows, expected)
-    joined = pd.concat(polls).drop_duplicates(["segment", "step"], keep="last").sort_values(["segment", "step"])
-    pd.testing.assert_frame_equal(joined.reset_index(drop=True), expected)
-    assert follower.poll().empty
-
-
-def test_follower_survives_truncation_and_replacement(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    follower = LogFollower(log)
-    log.write_text(stamped(0, start(1)) + stamped(100, step(10, 7.0)) + stamped(200, step(20, 6.9)))
-    assert len(follower.poll()) == 2
-    log.write_text(stamped(900, start(11)) + stamped(1000, step(20, 6.8)))
-    assert steps(follower.poll()) == [(1, 20, 6.8)]
-    other = tmp_path / "new.log"
-    other.write_text(stamped(1100, step(30, 6.7)) + "x" * 1000 + "\n")  # longer than what was read
-    other.replace(log)
-    assert steps(follower.poll()) == [(1, 30, 6.7)]
-    assert steps(follower.result().rows) == [(0, 10, 7.0), (0, 20, 6.9), (1, 20, 6.8), (1, 30, 6.7)]
 
 
 def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
@@ -372,9 +319,7 @@ def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
 
 
 def test_a_file_without_steps_is_an_empty_table_and_a_missing_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("step by step\n")
-    empty = read_log(path)
+    empty = read_log(["step by step\n"])
     assert (len(empty.rows), empty.segments, tuple(empty.rows.columns)) == (0, 0, COLUMNS)
     with pytest.raises(NotALog, match="no such file"):
         read_log(tmp_path / "missing.log")
@@ -397,23 +342,21 @@ WRITTEN: dict[str, Callable[[str], bytes]] = {
 def test_a_packed_log_and_its_cause_whatever_its_name_says(tmp_path: Path, kind: str, name: str) -> None:
     crash = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no\n'
     path = tmp_path / name
-    path.write_bytes(WRITTEN[kind]((CASES / "restart.log").read_text() + crash))
-    pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
+    path.write_bytes(WRITTEN[kind](RESTART.read_text() + crash))
+    pd.testing.assert_frame_equal(read_log(path).rows, read_log(RESTART).rows)
     assert [collect(place)[0].status.reason for place in (path, tmp_path)] == ["ValueError: no"] * 2
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: Path, kind: str) -> None:
-    line = "step: {}  loss: {:.5f}  memory: 1.00GiB(1.00%)  tps: {:,}  mfu: N/A"
-    lines = [line.format(n, 9 - n / 2000, 4000 + n * n * 7919 % 9973) for n in range(1, 4001)]
+    lines = [step(n, 9 - n / 2000, tps=4000 + n * n * 7919 % 9973) for n in range(1, 4001)]
     path = tmp_path / "train.log"
     packed = PACKED[kind]("\n".join(lines).encode())
     path.write_bytes(packed[: len(packed) // 2])
     read = read_log(path)
     assert 1000 < len(read.rows) < 4000
     assert read.rows["loss"].tolist() == [round(9 - n / 2000, 5) for n in range(1, len(read.rows) + 1)]
-    assert read.notes == ("train.log is cut off: its end is missing",)
-    assert collect(path)[0].notes == read.notes
+    assert collect(path)[0].notes == read.notes == ("train.log is cut off: its end is missing",)
 
 
 @pytest.mark.parametrize(
@@ -447,9 +390,13 @@ def test_what_is_no_torchtitan_log_says_what_was_seen(tmp_path: Path, content: s
 
 @pytest.mark.parametrize("digits", [16, 5_000])
 def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
-    line, number = "step: {}  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A", "9" * digits
-    damaged = [line.format(number), start(number), f"Loss is not finite (global_avg_loss=nan) at step {number}."]
-    read = read_log([line.format(1), *damaged, line.format(2)])
+    number = "9" * digits
+    damaged = [
+        step(1, 7.2).replace(" 1 ", number),
+        start(number),
+        f"Loss is not finite (global_avg_loss=nan) at step {number}.",
+    ]
+    read = read_log([step(1, 7.2), *damaged, step(2, 7.2)])
     assert (read.rows["step"].tolist(), read.segments, read.reason) == ([1, 2], 1, None)
 
 
