@@ -11,9 +11,9 @@ import math
 import re
 import textwrap
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from itertools import chain
+from itertools import chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,49 +123,42 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
     assert read_log([*percent, percent[0].replace("step: 3", "step: 5")[:-5]]).rows["step"].tolist() == [3, 4]
 
 
-COLOURED = (
-    "\x1b[31mstep: {:2}  \x1b[38;2;180;60;0mloss: {:8.5f}  \x1b[33mmemory: 1.00GiB(1.00%)  \x1b[34mtps: 4,000\x1b[39m"
-)
-LOCAL = "[titan] {0:%Y-%m-%d %H:%M:%S},481 - root - INFO - {1}"
-UTC_STAMP = "{0:%Y-%m-%dT%H:%M:%S}.481"
-# What stands before and after the text of a line, and whether its time has a zone.
-STAMPS: dict[str, tuple[Callable[[datetime, str], str], str]] = {
-    "torchrun": (lambda t, x: "[rank0]:[rank0]:" + LOCAL.format(t, x), "local"),
-    "srun --label": (lambda t, x: "12: b200-a001: " + LOCAL.format(t, x), "local"),
-    "kubectl": (lambda t, x: "[pod/train-0/main] [rank0]:" + LOCAL.format(t, x), "local"),
-    "kubectl --timestamps": (lambda t, x: UTC_STAMP.format(t) + "123456Z [rank0]: " + x, "UTC"),
-    "GitHub Actions": (lambda t, x: "train\tRun\t" + UTC_STAMP.format(t) + "0000Z " + x, "UTC"),
-    "offset": (lambda t, x: UTC_STAMP.format(t + timedelta(hours=2)) + "+02:00 " + x, "UTC"),
-    "epoch": (lambda t, x: f"{t.replace(tzinfo=UTC).timestamp() + 0.481:.3f} {x}", "UTC"),
-    # auroraGPT-ANL/torchtitan, experiments/blendcorpus/docs/aurora.md
-    "fork's logger": (lambda t, x: f"[{t:%Y-%m-%d %H:%M:%S},481794][I][components/metrics:437:log] {x}", "local"),
-    "loguru": (lambda t, x: f"{t:%Y-%m-%d %H:%M:%S}.481 | INFO     | torchtitan.metrics:log:437 - {x}", "local"),
-    "rich": (lambda t, x: f"[{t:%m/%d/%y %H:%M:%S}] INFO     {x}      metrics.py:437", "local"),
-    "docker": (
-        lambda t, x: json.dumps({"log": x + "\n", "stream": "stdout", "time": UTC_STAMP.format(t) + "Z"}),
-        "UTC",
-    ),
-    "JSON logger": (lambda t, x: json.dumps({"asctime": f"{t:%Y-%m-%d %H:%M:%S},481", "message": x}), "local"),
-    "cat -v": (lambda t, x: LOCAL.format(t, x).replace("\x1b", "^["), "local"),
-    "rsyslog": (lambda t, x: LOCAL.format(t, x).replace("\x1b", "#033"), "local"),
-    "pasted": (lambda t, x: LOCAL.format(t, x).replace("\x1b", ""), "local"),
-    "syslog": (lambda t, x: f"{t:%b %d %H:%M:%S} gpu-01 torchrun[123]: [rank0]: {x}", "no year"),
-    "none": (lambda t, x: x, "no time"),
+LOCAL, AS_UTC = START.timestamp() + 5.481, START.replace(tzinfo=UTC).timestamp() + 5.481
+THIS_YEAR = START.replace(year=datetime.now().year)
+LATEST = THIS_YEAR.replace(year=THIS_YEAR.year - (THIS_YEAR > datetime.now() + timedelta(days=1)))
+# What stands around a TEXT, and the moment of the first.
+STAMPS = {
+    "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # torchrun
+    "12: b200-a001: [titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # srun --label
+    "%Y-%m-%dT%H:%M:%S.481123456Z [rank0]: TEXT": AS_UTC,  # kubectl --timestamps
+    "train\tRun\t%Y-%m-%dT%H:%M:%S.4810000Z TEXT": AS_UTC,  # GitHub Actions
+    "%Y-%m-%dT%H:%M:%S.481+02:00 TEXT": AS_UTC - 7200,
+    "%s.481 TEXT": LOCAL,
+    "[%Y-%m-%d %H:%M:%S,481794][I][components/metrics:437:log] TEXT": LOCAL,  # auroraGPT-ANL/torchtitan, aurora.md
+    "%Y-%m-%d %H:%M:%S.481 | INFO     | torchtitan.metrics:log:437 - TEXT": LOCAL,  # loguru
+    "[%m/%d/%y %H:%M:%S] INFO     TEXT      metrics.py:437": LOCAL - 0.481,  # rich
+    '{"log": "TEXT\\n", "stream": "stdout", "time": "%Y-%m-%dT%H:%M:%S.481Z"}': AS_UTC,  # docker
+    '{"asctime": "%Y-%m-%d %H:%M:%S,481", "message": "TEXT"}': LOCAL,
+    "%b %d %H:%M:%S gpu-01 torchrun[123]: [rank0]: TEXT": LATEST.timestamp() + 5,  # syslog says no year
+    "TEXT": math.nan,
 }
 
 
-@pytest.mark.parametrize("kind", STAMPS)
-def test_time_stamps_and_what_else_stands_around_a_line(kind: str) -> None:
-    around, zone = STAMPS[kind]
-    rows = read_log([around(START + timedelta(seconds=5 * n), COLOURED.format(n, 8 - n / 10)) for n in (1, 2, 3)]).rows
+@pytest.mark.parametrize(("around", "first"), STAMPS.items(), ids=[*map(str, range(len(STAMPS)))])
+def test_time_stamps_and_what_else_stands_around_a_line(around: str, first: float) -> None:
+    moments = {n: START + timedelta(seconds=5 * n) for n in (1, 2, 3)}
+    rows = read_log([at.strftime(around).replace("TEXT", step(n, 8 - n / 10)) for n, at in moments.items()]).rows
     assert steps(rows) == [(0, 1, 7.9), (0, 2, 7.8), (0, 3, 7.7)]
-    if zone == "no time":
-        assert rows["time"].isna().all()
-    else:
-        assert rows["time"].diff()[1:].tolist() == pytest.approx([5, 5])
-    if zone in ("local", "UTC"):
-        start = START.replace(tzinfo=UTC) if zone == "UTC" else START
-        assert rows["time"][0] == pytest.approx(start.timestamp() + 5 + (0 if kind == "rich" else 0.481), abs=1e-3)
+    assert rows["time"].tolist() == pytest.approx([first, first + 5, first + 10], abs=1e-3, nan_ok=True)
+
+
+# JSON has other signs of a colour, `cat -v` and rsyslog too, and a paste has none.
+@pytest.mark.parametrize("escape", ["\x1b", "\\u001b", "\\x1b", "\\033", "^[", "#033", ""])
+def test_a_line_in_colour(escape: str) -> None:
+    text = "E[31mstep: {}  E[38;2;180;60;0mloss: 7.5  E[33mmemory: 1.00GiB(1.00%)  E[34mtps: 4,000E[39m"
+    rows = read_log([stamped(n, text.format(n).replace("E[", f"{escape}[")) for n in (1, 2)]).rows
+    assert rows[["step", "loss", "tps"]].values.tolist() == [[1, 7.5, 4000], [2, 7.5, 4000]]
+    assert rows["time"].tolist() == [START.timestamp() + n for n in (1, 2)]
 
 
 def test_a_log_in_one_line_of_json() -> None:
@@ -177,18 +170,14 @@ def test_a_log_in_one_line_of_json() -> None:
 
 # pytorch/torchtitan#3932 and #1902: logs that were pasted and wrapped.
 @pytest.mark.parametrize("width", [13, 31, 40, 60, 72, 80, 100, 132, 150])
-@pytest.mark.parametrize("short", [False, True])
-def test_wrapped_lines_at_any_width(width: int, short: bool) -> None:
-    lines = [stamped(n, step(n, 8 - n / 10, tps=13_770, memory_gib=4.9)).rstrip() for n in range(1, 8)]
-    lines = [line.partition("  tflops")[0] if short else line for line in lines]
+@pytest.mark.parametrize("end", ["  tflops", "\n"])
+def test_wrapped_lines_at_any_width(width: int, end: str) -> None:
+    lines = [stamped(n, step(n, 8 - n / 10, tps=13_770, memory_gib=4.9)).partition(end)[0] for n in range(1, 8)]
     expected = read_log(lines).rows
     assert len(expected) == 7
     cut = [line[start : start + width] for line in lines for start in range(0, len(line), width)]
-    for wrapped in (
-        cut,
-        [f"> {line}" for line in cut],
-        [part for line in lines for part in textwrap.wrap(line, width)],
-    ):
+    in_words = [part for line in lines for part in textwrap.wrap(line, width)]
+    for wrapped in (cut, [f"> {line}" for line in cut], in_words):
         pd.testing.assert_frame_equal(read_log(wrapped).rows, expected)
 
 
@@ -403,56 +392,59 @@ def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
 # Several runs in one file --------------------------------------------------------------------------------------------
 
 
-def launch(first: int, last: int, at: float, shift: float = 0.0, mesh: str = "") -> list[str]:
-    lines = [stamped(at, f"Building device mesh with parallelism: {mesh}")] if mesh else []
-    lines += [stamped(at + 1, start(first))]
+def launch(first: int, last: int, at: float, shift: float = 0.0, ep: int | None = None) -> list[str]:
+    mesh = f"Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep={ep}"
+    lines = [*([stamped(at, mesh)] if ep else []), stamped(at + 1, start(first))]
     return lines + [stamped(at + 10 * n, step(n, 9 - n / 10 + shift)) for n in range(first, last + 1)]
-
-
-def runs_in(tmp_path: Path, lines: list[str]) -> list[tuple[str, int, int]]:
-    (tmp_path / "job.log").write_text("".join(lines))
-    return [(run.run, run.segments, len(run.rows)) for run in collect(tmp_path / "job.log")]
-
-
-TWO = [("job (run 1 of 2)", 1, 30), ("job (run 2 of 2)", 1, 30)]
-MESH = "pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep={}"
 
 
 def without_times(lines: list[str]) -> list[str]:
     return [line.partition(" - INFO - ")[2] for line in lines]
 
 
-def test_a_restart_is_one_run_in_whatever_order_its_launches_are_pasted(tmp_path: Path) -> None:
-    launches = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
-        assert runs_in(tmp_path, [line for index in order for line in launches[index]]) == [("job", 3, 34)]
-        assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[10:14] == [11, 12, 11, 12]
-    assert runs_in(tmp_path, launch(1, 5, 0) + launch(1, 30, 1000, 0.0005)) == [("job", 2, 35)]  # no checkpoint yet
-    autumn = launch(1, 10, 3600) + [line for line in launch(11, 20, 30) if "step:" in line]
-    assert runs_in(tmp_path, autumn) == [("job", 1, 20)]
-    newest_first = without_times(launch(11, 30, 0)) + without_times(launch(1, 12, 0, 0.004))
-    assert runs_in(tmp_path, newest_first) == [("job", 2, 32)]
-    assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[:12] == list(range(1, 13))
+ONE, OTHER = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
+THREE = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
+AUTUMN = launch(1, 10, 3600) + [
+    line for line in launch(11, 20, 30) if "step:" in line
+]  # the clock goes back by an hour
+NEWEST_FIRST = without_times(launch(11, 30, 0) + launch(1, 12, 0, 0.004))
+TWO = [(f"job (run {number} of 2)", 1, [*range(1, 31)]) for number in (1, 2)]
+RESTART_OF_THREE = [("job", 3, [*range(1, 13), *range(11, 23), *range(21, 31)])]
 
 
-def test_logs_of_other_seeds_or_settings_in_one_file_are_runs(tmp_path: Path) -> None:
-    one, other = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
-    assert runs_in(tmp_path, one + other) == runs_in(tmp_path, other + one) == TWO
-    assert runs_in(tmp_path, without_times(one) + without_times(other)) == TWO
-    settings = launch(1, 30, 0, mesh=MESH.format(8)) + launch(1, 30, 1000, 0.0001, mesh=MESH.format(4))
-    assert runs_in(tmp_path, settings) == TWO
-    diverged = [line.replace(" 6.00000", " nan") for line in one] + other
-    assert runs_in(tmp_path, diverged) == TWO
-    assert [run.status.reason for run in collect(tmp_path / "job.log")] == ["loss is nan at step 30 (segment 0)", None]
+@pytest.mark.parametrize(
+    ("lines", "runs"),
+    [
+        *[
+            (chain(*launches), RESTART_OF_THREE) for launches in permutations(THREE)
+        ],  # in whatever order they are pasted
+        (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), [("job", 2, [*range(1, 6), *range(1, 31)])]),  # no checkpoint
+        (AUTUMN, [("job", 1, [*range(1, 21)])]),
+        (NEWEST_FIRST, [("job", 2, [*range(1, 13), *range(11, 31)])]),
+        *[(lines, TWO) for lines in (ONE + OTHER, OTHER + ONE, without_times(ONE + OTHER))],  # of other seeds
+        (launch(1, 30, 0, ep=8) + launch(1, 30, 1000, 0.0001, ep=4), TWO),  # of other settings
+    ],
+)
+def test_a_restart_is_one_run_and_other_seeds_or_settings_are_others(
+    tmp_path: Path, lines: Iterable[str], runs: list[tuple[str, int, list[int]]]
+) -> None:
+    (tmp_path / "job.log").write_text("".join(lines))
+    assert [(run.run, run.segments, run.rows["step"].tolist()) for run in collect(tmp_path / "job.log")] == runs
+
+
+def test_of_two_runs_one_diverged(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(ONE + OTHER).replace(" 6.00000", " nan"))
+    reasons = [run.status.reason for run in collect(tmp_path / "job.log")]
+    assert reasons == ["loss is nan at step 30 (segment 0)", None]
 
 
 @pytest.mark.parametrize("lag", [2, 95])
 def test_two_runs_whose_lines_are_mixed_are_refused(tmp_path: Path, lag: int) -> None:
-    lines = sorted(launch(1, 30, 0) + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
-    with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
-        runs_in(tmp_path, lines)
-    with pytest.raises(BadInput, match="mixed"):
-        runs_in(tmp_path, without_times(lines))
+    mixed = sorted(ONE + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
+    for lines in (mixed, without_times(mixed)):
+        (tmp_path / "job.log").write_text("".join(lines))
+        with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
+            collect(tmp_path / "job.log")
 
 
 # pytorch/torchtitan#1232, #931, #550 and #547: a loss of -1 under pipeline parallelism
@@ -469,7 +461,6 @@ def test_a_log_without_a_loss_says_which_rank_has_it(tmp_path: Path, line: str, 
     path = tmp_path / "train.log"
     path.write_text(stamped(0, line) + "".join(stamped(n, step(n, "-1.0000" if n < 3 else "-2e0")) for n in (1, 2, 3)))
     (one,) = collect(path)
+    (note,) = one.to_json()["notes"]
     assert one.rows["loss"].isna().tolist() == [True] * 3
-    assert f"Give the log of {rank}" in one.notes[0]
-    assert one.notes[0] in one.summary
-    assert one.notes == tuple(one.to_json()["notes"])
+    assert (f"Give the log of {rank}" in note, note in one.summary) == (True, True)
