@@ -125,7 +125,7 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
 
 LOCAL, AS_UTC = START.timestamp() + 5.481, START.replace(tzinfo=UTC).timestamp() + 5.481
 THIS_YEAR = START.replace(year=datetime.now().year)
-LATEST = THIS_YEAR.replace(year=THIS_YEAR.year - (THIS_YEAR > datetime.now() + timedelta(days=1)))
+LATEST = THIS_YEAR.replace(year=THIS_YEAR.year - (datetime.now() + timedelta(days=1) < THIS_YEAR))
 # What stands around a TEXT, and the moment of the first.
 STAMPS = {
     "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # torchrun
