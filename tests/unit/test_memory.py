@@ -240,9 +240,14 @@ def test_buffers_follow_the_microbatch_and_lie_outside_of_pytorchs_allocator() -
     ]
     assert one.by_stage[0].parts["dispatch buffers"] == one.buffer.size_bytes / 2**30
     assert estimated(Experiment(**fields, ep_kernels="emulated"), B200).buffer is None
-    fields |= {"ep": 8, "pp": 4, "ep_backend": "minimal_async_ep"}  # two buffers for every row that could arrive
-    minimal = estimated(Experiment(**fields), B200).buffer
-    assert minimal.size_bytes == 2 * 8 * 4096 * 8 * 7168 * 2
+    fields |= {"ep": 8, "pp": 4}
+    minimal, hybrid = (
+        estimated(Experiment(**fields | {"ep_backend": backend}), B200).buffer
+        for backend in ("minimal_async_ep", "hybridep")
+    )
+    rows = 8 * 4096  # every one that could arrive, twice; a stand-in has one copy of a token, each way
+    assert (minimal.size_bytes, minimal.exact) == (2 * rows * 8 * 7168 * 2, True)
+    assert (hybrid.size_bytes, hybrid.exact) == (2 * rows * 7168 * 2, False)
 
 
 def test_padding_is_that_of_the_dispatcher() -> None:

@@ -16,7 +16,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.experiment_file import read_experiment, read_study
 from moelab.hardware import cluster_of
 from moelab.notebooks import ConvergenceParameters, read_parameters
-from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, plan
+from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, layout_words, plan
 from moelab.titan.arms import named_arms
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +115,9 @@ def test_memory_is_that_of_the_estimate_and_the_buffer_of_deepep_follows_the_mic
     buffer, memory = answer["dispatch_buffer"], answer["memory_by_rank"]
     assert (buffer["tokens"], buffer["ranks"], buffer["nvlink_ranks"]) == (8192 // 2, 32, 8)
     assert {row["parts_gib"]["dispatch buffers"] for row in memory} == {round(buffer["bytes"] / 2**30, 3)}
-    assert f"deepep {buffer['bytes'] / 2**30:.2f} GiB per GPU" in call("plan", file, *changed(**fields)).out
+    lines = [line for line in call("plan", file, *changed(**fields)).out.splitlines() if line.startswith("buffer")]
+    assert f"deepep {buffer['bytes'] / 2**30:.2f} GiB per GPU" in lines[0]
+    assert "4,096 tokens of a micro-batch" in lines[0]
     twice = call("plan", file, *changed(**fields, microbatch=2), "--json").json["dispatch_buffer"]
     assert twice["tokens"] == 2 * buffer["tokens"]
     assert 1.9 * buffer["bytes"] < twice["bytes"] < 2 * buffer["bytes"]  # counters and slack stay
@@ -134,7 +136,11 @@ def test_a_search(call: Any, file: Path) -> None:
     assert {row["set"]["tp"] for row in answer.json["candidates"]} == {2}
     best = answer.json["candidates"][0]["set"]
     assert plan(Experiment(**{**BASE, **fields, **best})).fits
-    assert call("plan", *options, "--write", file.with_name("best.yaml")).out.startswith("legal · fits (")
+    table = call("plan", *options, "--write", file.with_name("best.yaml")).out
+    assert table.startswith("legal · fits (")
+    _, _, rows = table.partition("tokens/s/GPU\n")
+    free = [float(row.split()[-2]) for row in rows.splitlines()[:4]]
+    assert free == pytest.approx([row["headroom_gib"] for row in answer.json["candidates"]], abs=0.06)
     written = read_experiment(file.with_name("best.yaml"))
     assert {field: getattr(written, field) for field in best} == best
 
@@ -200,6 +206,12 @@ def test_arms_of_a_study_are_planned_together_or_one_by_its_name(call: Any, stud
     several = call("plan", path, "--arm", "mxfp8")
     assert (several.code, "its arms: bf16_standard_round-robin" in several.err) == (2, True)
     assert "choose one with --arm" in call("plan", path, "--search").err
+
+
+def test_a_layout_in_words() -> None:
+    x = Experiment(gpus_per_node=8, pp=2, microbatch=2, ep=4, tp=2)
+    words = "PP 2 (1F1B), FSDP 2, TP 2, EP 4, 2 sequences at a time, 2 times, checkpointing none"
+    assert layout_words(x) == layout_words(x.model_copy(update={"dp_shard": 2})) == words
 
 
 def test_notebook_06_names_the_published_16b_run() -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, Precision
 from moelab.layout import SCHEDULES, Layout, check
 from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.step import expert_s
+from moelab.recommendation import recommend
 from moelab.search import ORDER, VARIED, Candidate, search
+from moelab.sweep import PROFILES, on
 
 SMALL = Experiment(model="debug", gpus_per_node=8, local_batch=4, seq_len=1024, hardware="h100_node")
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoint": "full", "hardware": "b200_x256"}
@@ -123,3 +129,26 @@ def test_it_judges_the_whole_space_of_256_gpus() -> None:
     assert result.examined > 100_000
     assert len(result.candidates) == 10
     assert all(check(one.experiment).legal and one.experiment.dp_shard > 0 for one in result.candidates)
+
+
+def test_an_answer_says_from_which_rows_on_8_bits_save_time_and_how_long_the_gpu_waits() -> None:
+    small = {"model": "16B", "gpus_per_node": 8, "ep": 8, "seq_len": 4096, "hardware": "b200_node", "dataset": "c4"}
+    fixed = ("pp", "pp_schedule", "cp", "dp_replicate", "activation_checkpoint")
+    experts = recommend(Experiment(**small), settings=False, limit=3, fixed=fixed).gains[0]
+    projection = experts.with_it
+    waits = projection.breakdown_s["host and waiting"] / projection.step_time_s
+    assert f"the GPU waits {waits:.0%} of the step" in experts.why
+    job, even = projection.job, int(re.search(r"break-even is ([\d,]+)", experts.why)[1].replace(",", ""))
+    for rows, saves in ((0.9 * even, False), (1.1 * even, True)):
+        work = replace(job.work, tokens=round(rows * job.work.tokens / job.work.received(job.shape)))
+        plain = replace(work, one_pass_experts=False, scaled_products=False, pad_multiple=1)
+        bf16_s = expert_s(replace(job, precision=Precision.BF16, work=plain), CALIBRATION)
+        assert (expert_s(replace(job, work=work), CALIBRATION) < bf16_s) == saves
+
+
+def test_a_sweep_takes_the_8_bit_format_that_each_gpu_multiplies() -> None:
+    formats = {
+        kind: on(kind, PUBLISHED.model_copy(update={"precision": Precision.MXFP8})).precision for kind in PROFILES
+    }
+    assert formats == {"H100": "fp8", "H200": "fp8", "B200": "mxfp8", "GB200": "mxfp8"}
+    assert on("H100", PUBLISHED).precision == "bf16"
