@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import papermill
@@ -28,11 +29,6 @@ print("steps", repr(parameters.steps), "lr", repr(parameters.lr))"""
 COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
 
 
-def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "moelab.notebooks", *map(str, arguments)]
-    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=60, cwd=cwd)
-
-
 def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters", "")) -> Path:
     cells = [new_code_cell(source) for source in sources]
     for cell, tag in zip(cells, tags, strict=False):
@@ -47,12 +43,14 @@ def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters",
 def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path) -> None:
     source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
     (tmp_path / "cpu.yaml").write_text("steps: 5\nlr: 1.0e-2\n")
-    done = command(source, "made/out.ipynb", "-f", "cpu.yaml", "-p", "lr", "1e-4", cwd=tmp_path)
+    command = [sys.executable, "-m", "moelab.notebooks", str(source)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 60, "cwd": tmp_path}
+    done = subprocess.run([*command, "made/out.ipynb", "-f", "cpu.yaml", "-p", "lr", "1e-4"], **options)
     assert (done.returncode, done.stdout) == (0, f"steps 5 lr 0.0001\n{END_MARKER}\n")
     executed = nbformat.read(tmp_path / "made" / "out.ipynb", as_version=4)
     assert [cell.metadata.get("tags") for cell in executed.cells[1:3]] == [["parameters"], ["injected-parameters"]]
     assert all(cell.outputs == [] for cell in nbformat.read(source, as_version=4).cells if cell.cell_type == "code")
-    bad = command(source, "out.ipynb", "-p", "stepz", "4", cwd=tmp_path)
+    bad = subprocess.run([*command, "out.ipynb", "-p", "stepz", "4"], **options)
     refusal = "moelab: a.ipynb has no parameter 'stepz'; did you mean 'steps'?\n"
     assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", refusal)
 

@@ -52,7 +52,7 @@ def test_a_tokens_way_is_drawn_for_each_method_and_step_by_step() -> None:
         viz.forwarding(RANDOM, PUBLISHED, sender=32)
 
 
-def test_histogram_shares_are_of_all_tokens_and_have_the_means_of_the_title() -> None:
+def test_what_a_draw_sends_is_of_all_tokens_and_the_simulations() -> None:
     figure = viz.destination_histogram([FORCED, LIMITED, RANDOM], PUBLISHED)
     assert_says(figure, "forced round-robin 1.00, group-limited 6.60, balanced random 7.27", "simulated routing")
     for routing in (FORCED, LIMITED, RANDOM):
@@ -60,19 +60,15 @@ def test_histogram_shares_are_of_all_tokens_and_have_the_means_of_the_title() ->
         bars = traces(figure, name=viz.ROUTING_LABELS[routing.kind])
         assert [sum(bar.y) for bar in bars] == pytest.approx([100, 100])
         assert [np.dot(bar.x, bar.y) / 100 for bar in bars] == pytest.approx([mean.ranks, mean.nodes], abs=0.05)
-
-
-def test_matrix_holds_the_bytes_of_the_simulation() -> None:
     figure = viz.traffic_matrix(RANDOM, PUBLISHED, tokens=256, hidden=7168)
-    for trace, method in zip(traces(figure, type="heatmap"), model.METHODS, strict=True):
-        count = model.simulate_rows(RANDOM, PUBLISHED, method, tokens=256)
-        expected_mb = (count.nvlink_SR + count.network_SR) * 14336 / 1e6
-        assert np.nansum(trace.z) == pytest.approx(expected_mb.sum(), rel=1e-3)
+    counts = [model.simulate_rows(RANDOM, PUBLISHED, method, tokens=256) for method in model.METHODS]
+    sent_mb = [(count.nvlink_SR + count.network_SR).sum() * 14336 / 1e6 for count in counts]
+    assert [np.nansum(trace.z) for trace in traces(figure, type="heatmap")] == pytest.approx(sent_mb, rel=1e-3)
     assert_says(figure, "simulated routing")
     assert_says(viz.traffic_matrix(RANDOM, ONE_NODE, tokens=64, hidden=2048), "All ranks share a node")
 
 
-def test_bytes_by_degree_are_the_models() -> None:
+def test_bytes_by_degree_and_savings_by_routing_are_the_models() -> None:
     figure = viz.bytes_by_ep([RANDOM, FORCED], PUBLISHED, **SIZES)
     assert_says(figure, "At EP 32 DeepEP sends 2.2 times less over the network", "derived, not measured")
     lines = {(trace.name, trace.yaxis): dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
@@ -82,9 +78,6 @@ def test_bytes_by_degree_are_the_models() -> None:
     assert (network["8"], network["32"], nvlink["32"]) == pytest.approx((0, sent.network / 1e9, sent.nvlink / 1e9))
     assert set(network) == {"2", "4", "8", "16", "32", "64"}
     assert_says(viz.bytes_by_ep([RANDOM], ONE_NODE, tokens=64, hidden=2048), "nothing leaves the node")
-
-
-def test_a_saving_is_that_of_the_routing() -> None:
     figure = viz.saving_by_routing([FORCED, LIMITED, RANDOM], PUBLISHED)
     fewer = "8.0 times fewer copies on the network under forced round-robin routing, 2.2 times"
     assert_says(figure, fewer, "derived, not measured")
@@ -156,7 +149,7 @@ def exchanges(*, packaged: bool = False, **changes: Any) -> Measurement:
     return Measurement(name=ALL_TO_ALL, content={**MADE_UP, "rows": rows, **changes}, packaged=packaged)
 
 
-def test_exchange_times_are_drawn_by_way_and_routing_and_say_where_they_are_from() -> None:
+def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() -> None:
     figure = deepep.operation_times(exchanges(packaged=True))
     assert_says(figure, "DeepEP expanding takes 8.0 ms for a layer's four exchanges, the standard all-to-all 16.0 ms")
     assert_says(figure, "(balanced random routing)", REPLAYED, "2 × MADE-UP GPU, torch 0, 2000-01-01")
@@ -168,20 +161,15 @@ def test_exchange_times_are_drawn_by_way_and_routing_and_say_where_they_are_from
     assert [list(bar.y) for bar in standard] == [[4.0] * 4, [2.0] * 4]
     assert standard[0].error_y.array == (0.05,) * 4
     assert not traces(figure, name="DeepEP expanding, MXFP8 dispatch")  # it failed
-
-
-def test_every_way_that_the_experiment_measures_can_be_drawn() -> None:
+    figure = deepep.sm_sweep(exchanges(packaged=True))
+    assert_says(figure, "320 GB/s with 32 multiprocessors, 80 % of a plain copy", REPLAYED)
+    (line,) = figure.data  # in order, whatever the rows'
+    assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
+    assert notes(figure) == ["plain copy 400 GB/s"]
+    # Every way that the experiment measures can be drawn.
     groups = benchmark_cases.plan(benchmark_cases.SIZES, benchmark_cases.ROUTINGS, ("standard", "deepep"), ())
     assert {arm.name for group in groups for arm in group.arms} == set(deepep.ARM_LOOKS)
     assert OPERATIONS == benchmark_cases.OPERATIONS
-
-
-def test_sweep_of_multiprocessors_is_in_order_and_under_the_plain_copy() -> None:
-    figure = deepep.sm_sweep(exchanges(packaged=True))
-    assert_says(figure, "320 GB/s with 32 multiprocessors, 80 % of a plain copy", REPLAYED)
-    (line,) = figure.data
-    assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
-    assert notes(figure) == ["plain copy 400 GB/s"]
 
 
 # Measured arms

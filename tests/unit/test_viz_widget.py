@@ -131,7 +131,7 @@ def shown_by(explorer: Explorer) -> str:
             lambda: LayoutExplorer(BF16),
             [
                 ({}, "671 G parameters, 37.55 G active"),
-                ({"pp": 16}, "Illegal: see PP degree | pp: Illegal ep is 32"),
+                ({"pp": 16}, "Cannot be : see PP degree | pp: Cannot be ep is 32"),
                 ({"ep": 16}, "FSDP 8"),
                 ({"figure": "mesh", "rank": 9}, "| Rank 9 reaches"),
                 ({"model": "Qwen3-30B-A3B", "pp": 1}, "30.53 G parameters, 3.353 G active"),
@@ -142,7 +142,7 @@ def shown_by(explorer: Explorer) -> str:
             [
                 ({}, f"{TPS:,.0f} tokens/s per GPU"),
                 ({"network_gb_s": 400.0}, "extrapolated"),
-                ({"gpus": 8}, "Illegal: see number of GPUs | gpus: Illegal ep is 32"),
+                ({"gpus": 8}, "Illegal : see number of GPUs | gpus: Illegal ep is 32"),
                 ({"gpus": 256, "activation_checkpoint": "none"}, "activation_checkpoint: Legal, but does not fit"),
                 ({"model": "Qwen3-30B-A3B"}, "Legal · fits"),
             ],
@@ -155,7 +155,10 @@ def shown_by(explorer: Explorer) -> str:
                 ({"model": "Qwen3-235B-A22B"}, "16 experts of N 1,536, K 4,096"),
                 ({"gpu": "H100, row-wise FP8"}, "| Row-wise FP8 loses time"),
                 ({"gpu": "B200, MXFP8", "model": "671B", "tokens": 2**17}, "MXFP8 saves"),
-                ({"model": "GLM-4.5", "ep": 64}, "ep: Cannot be ep is 64"),
+                (
+                    {"model": "GLM-4.5", "ep": 64},
+                    "ep 64: give positive numbers, ep a divisor of 160",
+                ),
             ],
         ),
     ],
