@@ -402,17 +402,6 @@ def test_sides_of_one_name_are_numbered(tmp_path: Path) -> None:
     assert [side.label for side in numbered.sides] == ["train (2)", "train", "train (3)"]
 
 
-def test_many_sides_keep_their_look_in_every_figure(tmp_path: Path) -> None:
-    logs = [log_of(tmp_path / f"{n}.log", dict.fromkeys(range(1, 12), 8.0 - n / 10)) for n in range(12)]
-    speed_alone = export(tmp_path / "speed.csv", tps=range(101, 110))  # is in no figure of the loss
-    loss, *others = report_figures(compared(speed_alone, *logs))
-    lines = {trace.name: (trace.line.color, trace.line.dash) for trace in loss.figure.data}
-    assert (len(lines), len(set(lines.values()))) == (12, 11)
-    for one in others:
-        drawn = {trace.name: trace.line.color for trace in one.figure.data if trace.type == "scatter"}
-        assert all(lines[name][0] == color for name, color in drawn.items() if name in lines)
-
-
 def test_what_differs_between_configurations(tmp_path: Path) -> None:
     differing = compared(make_study(tmp_path), *EXAMPLE_LOGS).to_json()["differing_settings"]
     assert differing["precision"] == ["bf16", "mxfp8", None, None]
