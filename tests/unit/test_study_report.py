@@ -82,6 +82,7 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
     numbers = (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"])
     assert numbers == ("insufficient data", [None, None], None)
     assert (judged.throughput, "tokens/s per rank" in judged.as_text()) == ([], False)
+    assert "nats in the loss of step 2 (" in judged.as_text()
     assert "loss" in page_of(tmp_path / "s")
 
 

@@ -169,8 +169,9 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(study: Path) -> None:
     assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
     assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {3}
     assert "+nan" not in judge_study(study, dropped_seeds=[*ENDS]).as_text()
-    with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
-        judge_paths([study], dropped_seeds=[77])
+    for paths, seeds in (([study], "0, 1, 2, 3"), ([*EXAMPLE_LOGS], "not known")):
+        with pytest.raises(BadInput, match=f"seed 77 cannot be dropped: the seeds of these runs are {seeds}"):
+            judge_paths(paths, dropped_seeds=[77])
 
 
 @pytest.fixture(scope="module")
