@@ -121,6 +121,7 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
     expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
     assert report.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
     assert provenance(report)[f"Model, {BF16}"] == "671B with top_k 4"
+    assert report.summary["On what?"].startswith("671B with top_k 4 on ")
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,7 @@ def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
     assert (third["status"], third["last_step"]) == ("failed: no space", 0)
     assert [one["common_steps"] for one in as_json["differences"]] == [0, 0, 3]
     assert "loss, speed: no configuration can be read" in report.as_text()
+    assert "Training loss." in [one.caption for one in report_figures(report)]  # of those that logged one
     page = write_study_report(report, tmp_path / "r.html").read_text()
     text = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert '<td class="number">–</td>' in text

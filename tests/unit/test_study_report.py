@@ -83,6 +83,8 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
     assert numbers == ("insufficient data", [None, None], None)
     assert (judged.throughput, "tokens/s per rank" in judged.as_text()) == ([], False)
     assert "nats in the loss of step 2 (" in judged.as_text()
+    words = "Not decided: MXFP8 ends +0.0000 nats from BF16 (1 seed): insufficient data."
+    assert judged.summary["Same loss?"] == words
     assert "loss" in page_of(tmp_path / "s")
 
 
@@ -187,6 +189,7 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
     assert (what, has_throughput()) == (f"nano on 2 processes of A processor, {work}", False)
     faster, _, what = summary("native", gpus=[{"name": "NVIDIA B200", "driver": "580.1"}] * 2)
     assert faster.startswith("MXFP8 over BF16 (both standard all-to-all): -50.0 % tokens/s (95 % interval ")
+    assert faster.endswith("n = 4 seeds).")  # and its sign is known
     assert (what, has_throughput()) == (f"nano on 2 × NVIDIA B200, {work}", True)
     faster, _, _ = summary("emulated", gpus=[{"name": "NVIDIA H100", "driver": "580.1"}] * 2)
     assert faster.startswith("Not measured for MXFP8 + standard all-to-all: emulated kernels are slower")
