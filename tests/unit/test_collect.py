@@ -119,7 +119,7 @@ def test_everything_below_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert joined_rows([]).empty
     (runs[0].path / "experiment.yaml").write_text("")  # and hides none of the others
     assert [one.run for one in collect(tmp_path)] == names[1:]
-    with pytest.raises(BadInput, match="experiment.yaml"):
+    with pytest.raises(BadInput, match=r"experiment\.yaml"):
         collect(runs[0].path)
 
 
