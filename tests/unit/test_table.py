@@ -216,9 +216,7 @@ def test_wandb_of_2024(tmp_path: Path) -> None:
         ("a.jsonl", '{"_step": 1, "loss": 9}\n{"_step": 2, "lo', [9], "1 of 2 lines are damaged or cut off"),
     ],
 )
-def test_wandb_says_what_it_could_not_read(
-    tmp_path: Path, name: str, text: str, losses: list[float], note: str
-) -> None:
+def test_wandb_names_what_is_lost(tmp_path: Path, name: str, text: str, losses: list[float], note: str) -> None:
     (tmp_path / name).write_text(text)
     (read,) = read_wandb(tmp_path / name)
     assert read.rows["loss"].tolist() == pytest.approx(losses, nan_ok=True)
