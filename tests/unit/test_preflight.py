@@ -112,11 +112,14 @@ def test_what_nodes_report_is_held_against_each_other(
     assert "; ".join(f"{name}: {words}" for name, words in faults(found).items()) == expected
 
 
-def test_deepep_counts_where_an_arm_needs_it() -> None:
+def test_deepep_counts_where_an_arm_needs_it_and_many_nodes_are_counted() -> None:
     two = reports(n1={"deepep": [BUILD, NO_GIN]}, n3=GONE)
     assert faults(compare(two, B200, nodes=4, deepep=False)) == {}
     expected = {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"}
     assert faults(compare(two, B200, nodes=4, deepep=True)) == expected
+    twelve = [{**one, "node": f"n{place}", "open_files": 1024} for place, one in enumerate(3 * reports())]
+    many = {"open files": "n0, n1, n2, n3, n4, n5, n6, n7 and 4 more: 1024"}
+    assert faults(compare(twelve, B200, nodes=12, deepep=False)) == many
     nowhere = compare(reports(**dict.fromkeys(NODES, GONE)), B200, nodes=4, deepep=True)
     assert faults(nowhere) == {"DeepEP on all nodes: DeepEP": "not installed"}
     assert {one.name: one.found for one in compare(reports(), B200, nodes=4, deepep=True)} == {
