@@ -22,7 +22,7 @@ from moelab.experiment_file import Study, read_study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
-from moelab.health.preflight import compare, node_script
+from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
@@ -275,6 +275,11 @@ def test_what_a_node_runs_is_set_up_as_a_job_is_and_quotes_all(file: str, value:
     assert lines[0] == "set -eo pipefail"
     assert lines[-2] == "ulimit -l unlimited || true"
     assert shlex.split(lines[-1])[-1] == f"--sees={value}"
+
+
+def test_a_fault_of_the_nodes_alone_is_1() -> None:
+    nodes = compare(reports(n0={"write_problem": "OSError: Disk quota"}), B200, nodes=4, deepep=False)
+    assert Preflight(study=(), here=(), nodes=nodes).exit_code == 1
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
