@@ -220,9 +220,12 @@ def test_runs_that_appear_later_are_found_and_nothing_new_is_no_news(tmp_path: P
 
 def test_the_newest_attempt_of_each_arm_and_seed_is_followed(tmp_path: Path) -> None:
     made = [make_run(tmp_path, experiment(seed=seed), [8.0]) for seed in (0, 0, 1)]
+    made[2].set_status(Status(state=State.UNKNOWN))  # it may still be training
     newest = max(made[:2], key=lambda run: run.name)
     (newest.path / "experiment.yaml").write_text("name: study\nfield_of_tomorrow: 1\n")
-    nows = {one.run: one.now for one in polled(tmp_path).runs}
+    follower = polled(tmp_path)
+    assert not follower.all_final
+    nows = {one.run: one.now for one in follower.runs}
     known = [(run, now.arm, now.seed, now.steps, now.step) for run, now in nows.items()]
     assert known == [(newest, "bf16_standard", None, 0, 1), (made[2], "bf16_standard", 1, 20, 1)]
 
