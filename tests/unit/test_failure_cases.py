@@ -430,6 +430,7 @@ GOT_OVER: dict[str, dict[str, str]] = {
     "a container's warning": {"log": steps(1, 2), "slurm": "slurmstepd: error: pyxis: couldn't get list of existing containers\n"},
     "a warning": {"log": steps(1, 2) + "gpu-1:62:63 [1] init.cc:12 NCCL WARN NET/IB : No device found, timeout ignored.\n"},
     "Python's end": {"log": steps(1, 2) + "Exception ignored in: <function Pool.__del__>\n" + raised("ImportError: sys.meta_path is None")},
+    "a thread's end": {"log": steps(1, 2) + "Exception in thread Thread-1:\n" + raised("ValueError: of a thread")},
     "an old Xid": {"log": steps(1, 2), "dmesg": "[19277.97] NVRM: Xid (PCI:0000:97:00): 79, GPU has fallen off the bus.\n"},
     "a greeting": {"log": steps(1, 2) + "DeepEP initialized with NCCL version: 2.30.4 (loaded library)\n"},
 }  # fmt: skip
