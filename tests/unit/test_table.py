@@ -248,3 +248,6 @@ def test_a_launch_goes_on_with_the_run_whose_loss_it_starts_from() -> None:
     none = {name: values[:0] for name, values in launches.items()}
     reads = separate_runs(launches, none, {}, source=Path("two.log"))
     assert [read.columns["loss"].tolist() for read in reads] == [[8.11, 8.0], [8.13, 6.0, 5.9, 5.8]]
+    for own, runs in (({"lr": "1", "ep": "4"}, 2), ({"lr": "2", "ep": "2"}, 3)):  # nodes may be lost, the rate not
+        settings = [{"lr": "1", "ep": "2"}, {"lr": "1", "ep": "2"}, own]
+        assert len(separate_runs(launches, none, {}, source=Path("two.log"), settings=settings)) == runs
