@@ -397,6 +397,7 @@ CASES: list[tuple[str, dict[str, str], str]] = [
     # --- numbers of ranks on several nodes ---
     ("without torchrun's summary", {"logs/x/attempt_0/1/stderr.log": raised("ValueError: mine", prefix="[rank9]: "), "logs/x/attempt_0/1/error.json": recorded(GLOO)}, "rank 9: ValueError: mine"),
     ("by folders alone", {**{f"logs/node{node}/x/attempt_0/{rank}/stderr.log": "" for node in (0, 1) for rank in (0, 1)}, "logs/node1/x/attempt_0/1/error.json": recorded("ValueError: mine")}, "rank 3: ValueError: mine"),
+    ("of a second node alone", {"log": summary((9, 1), local=8), "json1": recorded("ValueError: mine")}, "rank 9: ValueError: mine"),
     ("by torchrun's numbers", {"log": summary((9, 1), local=8), "logs/node1/x/attempt_0/1/error.json": recorded("ValueError: mine")}, "rank 9: ValueError: mine"),
     ("a task number before each line", {"log": summary((9, 1), (13, -9), prefix="1: ", local=8), "logs/node1/x/attempt_0/1/error.json": recorded(GLOO)}, f"rank 13: {BY_SIGKILL}"),
     ("torchrun's prefix has the local rank", {"slurm": raised("ValueError: mine", prefix="1: [default5]:") + summary((9, 1), (13, 1), prefix="1: ", local=8)}, "rank 13: ValueError: mine"),
