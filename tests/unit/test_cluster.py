@@ -14,8 +14,6 @@ from moelab.hardware import cluster_of
 from moelab.health.deepep import PREFIXES
 from moelab.launch.cluster import ClusterProfile, read_cluster
 
-BASE: dict[str, Any] = {"name": "test", "description": "a test"}
-
 
 def test_the_published_cluster_has_the_published_settings_each_with_its_source() -> None:
     cluster = read_cluster("nebius_soperator_b200")
@@ -23,30 +21,28 @@ def test_the_published_cluster_has_the_published_settings_each_with_its_source()
     assert (cluster.nodes, cluster.gpus_per_node) == (hardware.nodes, hardware.node.gpus)
     assert set(cluster.variables) <= set(cluster.sources)
     assert all(name.startswith(PREFIXES) for name in cluster.variables)
-    assert "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1" in cluster.sources["NCCL_IB_HCA"]
 
 
 def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(
-        "name: mine\ndescription: ours\nvariables: {NCCL_IB_TIMEOUT: 22, X: 012}\ncontainer: {image: a.sqsh}\n"
-    )
-    cards = "mlx5_1:1,mlx5_2:1,mlx5_3:1,mlx5_4:1"
-    cluster = read_cluster(
-        str(file), ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}", "account=24061", "qos=2024_01"]
-    )
-    assert (cluster.account, cluster.qos) == ("24061", "2024_01")
-    assert cluster.variables == {"NCCL_IB_TIMEOUT": "22", "X": "012", "NCCL_IB_HCA": cards}
-    assert cluster.container is not None
-    assert cluster.container.mounts == ("/data:/data",)
+    file.write_text("name: a\ndescription: b\nvariables: {TIMEOUT: 22, X: 012}\ncontainer: {image: a.sqsh}\n")
+    cards = "mlx5_1:1,mlx5_2:1"
+    overrides = ["container.mounts=[/data:/data]", f"variables.NCCL_IB_HCA={cards}", "account=24061", "qos=2024_01"]
+    assert read_cluster(str(file), overrides).model_dump(exclude_defaults=True) == {
+        "name": "a",
+        "description": "b",
+        "account": "24061",
+        "qos": "2024_01",
+        "variables": {"TIMEOUT": "22", "X": "012", "NCCL_IB_HCA": cards},
+        "container": {"image": "a.sqsh", "mounts": ("/data:/data",)},
+    }
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "told"),
     [
         ({"partitoin": "main"}, "unknown field 'partitoin'; did you mean 'partition'?"),
         ({"partition": "a b"}, "partition: got 'a b'; valid: one word"),
-        ({"partition": "a\n#SBATCH --wrap=x"}, "partition: got"),
         ({"runs": "runs"}, "runs: got 'runs'; valid: an absolute path"),
         ({"modules": ["--force"]}, "modules.0: got '--force'; valid: a name or path"),
         ({"variables": {"A B": "x"}}, "variables.A B"),
@@ -56,7 +52,6 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ({"variables": {"UID": "3"}}, "UID: Slurm, moelab and bash set them"),
         ({"variables": {"WANDB_API_KEY": "abc"}}, "must not hold WANDB_API_KEY"),
         ({"variables": {"https_proxy": "http://ada:hunter2@proxy:3128"}}, "variables must not hold a key, token or"),
-        ({"variables": {"EXTRA": "hf_" + "a1" * 17}}, "variables must not hold a key, token or password"),
         ({"description": "login with " + "0a1b2c3d" * 5}, "description must not hold a key, token or password"),
         ({"container": {"image": "docker://ada:hunter2@nvcr.io#x"}}, "container must not hold a key"),
         ({"container": {"image": "x", "mounts": ["/a"]}}, "/path/outside:/path/inside"),
@@ -69,22 +64,22 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ({"gpus_per_node": True}, "gpus_per_node: got True"),
     ],
 )
-def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(said)):
-        parse(ClusterProfile, {**BASE, **fields})
+def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(told)):
+        parse(ClusterProfile, {"name": "test", "description": "a test", **fields})
 
 
 @pytest.mark.parametrize(
-    ("name", "overrides", "said"),
+    ("name", "override", "told"),
     [
-        ("nebius", [], "the profiles are local, nebius_soperator_b200, slurm_generic"),
-        ("/no/such.yaml", [], "cannot be read"),
-        ("slurm_generic", ["partition.x=1"], "cluster profile slurm_generic: partition: got"),
-        ("slurm_generic", ["name.x=1"], "--set name.x: name has no entries"),
-        ("slurm_generic", ["time_limit_minutes=4:00:00"], "time_limit_minutes: got '4:00:00'"),
-        ("slurm_generic", ["partition"], "expected key=value"),
+        ("nebius", "qos=x", "the profiles are local, nebius_soperator_b200, slurm_generic"),
+        ("/no/such.yaml", "qos=x", "cannot be read"),
+        ("slurm_generic", "partition.x=1", "cluster profile slurm_generic: partition: got"),
+        ("slurm_generic", "name.x=1", "--set name.x: name has no entries"),
+        ("slurm_generic", "time_limit_minutes=4:00:00", "time_limit_minutes: got '4:00:00'"),
+        ("slurm_generic", "partition", "expected key=value"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_named(name: str, overrides: list[str], said: str) -> None:
-    with pytest.raises(BadInput, match=re.escape(said)):
-        read_cluster(name, overrides)
+def test_what_is_wrong_with_a_request_is_named(name: str, override: str, told: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(told)):
+        read_cluster(name, [override])
