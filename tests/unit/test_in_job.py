@@ -193,11 +193,3 @@ def test_two_jobs_never_meet_at_one_port_nor_two_starts_of_one(
     other, later = replace(first, job_id=job + apart, restarts=others), replace(first, restarts=restarts + 1)
     assert first.port(*ports) not in (other.port(*ports), later.port(*ports))
     assert ports[0] <= first.port(*ports) <= ports[1]
-
-
-def test_a_tasks_place_is_read_from_what_srun_sets() -> None:
-    assert NodeOfJob.of(SRUN) == NodeOfJob(job_id=8, label="8", node=0, nodes=2, restarts=0)
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": "2", "SLURM_NODEID": "3"}
-    node = NodeOfJob.of({**SRUN, **array})
-    assert node == NodeOfJob(job_id=8, label="7_1", node=3, nodes=2, restarts=2)
-    assert {"--node-rank=3", "--rdzv-endpoint=n0:20100", "--rdzv-id=7_1-2"} <= {*node.rendezvous("n0", 20100)}
