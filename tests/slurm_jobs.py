@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from stand_in import step_line
 
 from moelab.experiment_file import Study, make_study
 from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.submit import submit
+from moelab.runs.directory import RunDir
 
 TESTS = Path(__file__).parent
 RECORDER = """\
@@ -70,6 +73,34 @@ def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:
         **fields,
     }
     return ClusterProfile(**mine)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A Slurm, and a folder with the runs that are submitted to it and the gate of their trainer."""
+
+    slurm: SlurmCluster
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def gate(self) -> Path:
+        folder = self.folder / "gate"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def profile(self, **fields: Any) -> ClusterProfile:
+        return profile(self.slurm, self.gate, **fields)
+
+    def submit(self, study: Study, **options: Any) -> tuple[RunDir, ...]:
+        return submit(study, self.runs, self.profile(), **options).submitted
+
+    def jobs(self) -> set[str]:
+        """Every job that was ever submitted and is remembered."""
+        return set(self.slurm.run("squeue", "-h", "-r", "-t", "all", "-o", "%i").splitlines())
 
 
 def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:
