@@ -49,35 +49,9 @@ def recorder(folder: Path, steps: int) -> Path:
     return program(folder, "python", RECORDER.replace("LOG", str(log)))
 
 
-def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:
-    """The cluster of the tests, with ``slurm/trainer`` in place of torchrun.
-
-    Args:
-        cluster: the Slurm.
-        gate: a folder; a file ``hold`` in it lets training wait after its second step, ``fail`` lets it fail.
-        fields: of the profile.
-    """
-    variables = {"PYTHONPATH": f"{TESTS}/slurm/trainer:{TESTS}:{TESTS.parent}/src", "TRAINER": str(gate)}
-    mine = {
-        "name": "test",
-        "description": "Slurm on this machine",
-        "partition": "main",
-        "nodes": len(cluster.nodes),
-        "gpus_per_node": 0,
-        "exclusive": False,
-        "time_limit_minutes": 10,
-        "first_port": 10_000,  # the daemons of a cluster have theirs above
-        "last_port": 14_999,
-        "python": sys.executable,
-        "variables": variables,
-        **fields,
-    }
-    return ClusterProfile(**mine)
-
-
 @dataclass(frozen=True)
 class Site:
-    """A Slurm, and a folder with the runs that are submitted to it and the gate of their trainer."""
+    """A Slurm, and a folder with the runs that are submitted to it."""
 
     slurm: SlurmCluster
     folder: Path
@@ -88,12 +62,28 @@ class Site:
 
     @property
     def gate(self) -> Path:
+        """A folder: a file ``hold`` in it lets training wait after its second step, ``fail`` lets it fail."""
         folder = self.folder / "gate"
         folder.mkdir(exist_ok=True)
         return folder
 
     def profile(self, **fields: Any) -> ClusterProfile:
-        return profile(self.slurm, self.gate, **fields)
+        """Of the Slurm, with ``slurm/trainer`` in place of torchrun."""
+        paths = (TESTS / "slurm" / "trainer", TESTS, TESTS.parent / "src")
+        mine = {
+            "name": "test",
+            "description": "Slurm on this machine",
+            "partition": "main",
+            "nodes": len(self.slurm.nodes),
+            "gpus_per_node": 0,
+            "exclusive": False,
+            "time_limit_minutes": 10,
+            "first_port": 10_000,  # the daemons of a cluster have theirs above
+            "last_port": 14_999,
+            "python": sys.executable,
+            "variables": {"PYTHONPATH": ":".join(map(str, paths)), "TRAINER": str(self.gate)},
+        }
+        return ClusterProfile(**{**mine, **fields})
 
     def submit(self, study: Study, **options: Any) -> tuple[RunDir, ...]:
         return submit(study, self.runs, self.profile(), **options).submitted

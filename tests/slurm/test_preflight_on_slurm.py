@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
-from slurm_jobs import TESTS, profile, speak_to, study_of, written
+from slurm_jobs import TESTS, Site, speak_to, study_of, written
 
 from moelab.cli import main
 from moelab.health.measure import first_node
@@ -39,7 +39,7 @@ def slurm(three: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slur
 
 
 def cluster_of(slurm: SlurmCluster, folder: Path, **fields: Any) -> Any:
-    return profile(slurm, folder, **{"variables": {"OMP_NUM_THREADS": "1"}, **fields})
+    return Site(slurm, folder).profile(variables={"OMP_NUM_THREADS": "1"}, **fields)
 
 
 def set_up(folder: Path, node: str) -> Path:
