@@ -6,6 +6,7 @@ folder of the second a later checkpoint is half written, as a node that is lost 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -70,7 +71,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     with slurm_cluster(nodes=2, cpus=4) as cluster:
         array = cluster.run("sbatch", "--parsable", script)
         wait_for(lambda: steps_logged(stopped.path) >= 1)
-        cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_1")
+        for _ in range(2):  # a second warning must not end the wait for the step
+            cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_1")
         wait_for(lambda: steps_logged(killed.path) >= 1)
         os.kill(ranks_of(killed.path)[1], signal.SIGKILL)
         wait_for(lambda: stopped.status.state is not State.RUNNING)
@@ -101,6 +103,10 @@ def test_a_time_limit_loses_no_step_and_counts_none_twice(trained: Trained) -> N
     assert re.fullmatch(rf"saved step \d of {STEPS} before the time limit; requeued", str(trained.between.reason))
     assert (run.status.state, run.status.attempts, run.status.job_id) == (State.COMPLETED, 2, f"{trained.array}_1")
     assert trained.cluster.job(f"{trained.array}_1")["Restarts"] == "1"
+    for number, start in (("", 0), ("-2", 1)):  # each start leaves files of its own
+        command = (run.path / "launch" / f"command{number}.sh").read_text()
+        assert f"--rdzv-id={trained.array}_1-{start} " in command
+        assert json.loads((run.path / f"environment{number}.json").read_text())["hosts"] == 2
     ours, theirs = collect_run(run), collect_run(whole)
     assert ours.rows["step"].tolist() == list(range(1, STEPS + 1))
     assert set(ours.rows["segment"]) == {0, 1}

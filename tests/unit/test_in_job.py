@@ -1,4 +1,4 @@
-"""What the first node of a job writes down and tells the script, for every way in which its ranks can end."""
+"""What the first node of a job writes down and tells the script, for ends that no Slurm brings about at will."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.node import Start
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.status import BY_CANCEL, State, Status
+from moelab.runs.status import State, Status
 
 STEPS = 4
 SETTINGS = ("--ports=10000-19999", "--requeues=3", "--checkpoint-interval=0", "--checkpoints-kept=2")
@@ -64,28 +64,26 @@ def account(start: Start, ranks: Ranks) -> tuple[int, State, str | None]:
     return code, start.run.status.state, start.run.status.reason
 
 
-def trains(last: int, code: int = 0, *, stopped: bool = False) -> Ranks:
+def trains(last: int, *, stopped: bool = False) -> Ranks:
     """Ranks that log so many steps; stopped, they have saved the last."""
 
     def ranks(start: Start, _is_over: Callable[[], object]) -> int:
         start.run.log.write_text("".join(step_line(step, 8.0) for step in range(1, last + 1)))
         if stopped:
             (start.run.path / directory.STOPPED_FILE).write_text(json.dumps({"step": last}))
-        return code
+        return 0
 
     return ranks
 
 
-def is_ended(*, error: str = "", late: bool = False, cancelled: bool = False) -> Ranks:
-    """SIGTERM comes while the ranks run: one on the second node failed, time is up, or `moelab cancel` asked."""
+def is_ended(*, error: str = "", late: bool = False) -> Ranks:
+    """SIGTERM comes while the ranks run: one on the second node failed, or time is up."""
 
     def ranks(start: Start, is_over: Callable[[], object]) -> int:
         if error:
             place = start.logs / "node1" / "7_1-0_abc" / "attempt_0" / "0"
             place.mkdir(parents=True)
             (place / "error.json").write_text(json.dumps({"message": {"message": error, "extraInfo": {}}}))
-        if cancelled:
-            start.run.set_status(replace(start.run.status, reason=BY_CANCEL))  # which it writes before it asks Slurm
         if late:
             signal.raise_signal(signal.SIGUSR1)
         signal.raise_signal(signal.SIGTERM)
@@ -94,19 +92,6 @@ def is_ended(*, error: str = "", late: bool = False, cancelled: bool = False) ->
         return TERMINATED
 
     return ranks
-
-
-def test_a_stopped_run_is_requeued_and_its_next_start_completes_it(run: RunDir, signals: Signals) -> None:
-    stopped = f"saved step 2 of {STEPS} before the time limit; requeued"
-    assert account(start_of(run, signals), trains(2, stopped=True)) == (REQUEUE_CODE, State.SUBMITTED, stopped)
-    first = (run.path / "launch" / "command.sh").read_text()
-    assert account(start_of(run, signals, restarts=1), trains(STEPS)) == (0, State.COMPLETED, None)
-    assert (run.status.job_id, run.status.attempts) == ("7_1", 2)
-    assert (run.path / "launch" / "command.sh").read_text() == first
-    assert "--rdzv-id=7_1-1" in (run.path / "launch" / "command-2.sh").read_text()
-    for name in ("environment.json", "environment-2.json"):
-        assert json.loads((run.path / name).read_text())["hosts"] == 2
-    assert (run.path / "results.json").exists()
 
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:23"
@@ -123,12 +108,9 @@ TOO_OFTEN = (
     [
         (trains(2, stopped=True), 3, 1, State.FAILED, TOO_OFTEN),
         (trains(2), 0, 1, State.FAILED, f"training ended at step 2 of {STEPS}"),
-        (trains(2, code=1), 0, 1, State.FAILED, "torchrun ended with exit code 1; see train.log"),
         (is_ended(error="ValueError: bad"), 0, TERMINATED, State.FAILED, "rank 1: ValueError: bad"),
-        (is_ended(), 0, TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
-        (is_ended(error=CLOSED), 0, TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),
+        (is_ended(error=CLOSED), 0, TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
         (is_ended(late=True), 0, TERMINATED, State.FAILED, LATE),
-        (is_ended(cancelled=True), 0, TERMINATED, State.CANCELLED, BY_CANCEL),
     ],
 )
 def test_a_run_that_did_not_complete_has_its_reason(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
+import json
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from processes import program
-from training_support import wait_for
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import parse
 from moelab.launch.cluster import ClusterProfile, read_cluster
-from moelab.launch.in_job import REQUEUE_CODE
 from moelab.launch.script import JobSpec, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -95,32 +92,26 @@ class Ran:
 
 STUB = """\
 {{ printf '%s\\0' "$@"; printf '\\n\\0'; }} >>{record}/{name}
-{more}
+env -0 >{record}/{name}.env
 """
 
 
-def run_script(script: str, folder: Path, *, srun: str = "", warnings: int = 0) -> Ran:
-    """Run a script as slurmd would, as the second task of job array 7, and send it Slurm's warning so many times."""
+def run_script(script: str, folder: Path) -> Ran:
+    """Run a script as slurmd would, as the second task of job array 7."""
     record, programs, work = (folder / part for part in ("record", "programs", "work"))
     for part in (record, programs, work):
         part.mkdir()
-    for name, more in (("srun", f"env -0 >{record}/env\n{srun}"), ("scontrol", ""), ("module", ""), ("conda", "")):
-        program(programs, name, STUB.format(record=record, name=name, more=more), shell="/bin/bash")
+    for name in ("srun", "scontrol", "module", "conda"):
+        program(programs, name, STUB.format(record=record, name=name), shell="/bin/bash")
     (folder / "job.sbatch").write_text(script)
     slurm = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_ID": "8", "SLURMD_NODENAME": "n0"}
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(work), "LANG": "C.UTF-8", **slurm}
-    process = subprocess.Popen(
-        ["bash", str(folder / "job.sbatch")], env=environment, cwd=work, stderr=subprocess.PIPE, text=True
-    )
-    for _ in range(warnings):
-        wait_for((folder / "ready").exists, 30)
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(0.1)
-    _, errors = process.communicate(timeout=60)
+    command = ["bash", str(folder / "job.sbatch")]
+    done = subprocess.run(command, env=environment, cwd=work, capture_output=True, text=True, check=False, timeout=60)
+    variables = dict(one.split("=", 1) for one in (record / "srun.env").read_text().split("\0") if "=" in one)
     texts = {file.name: file.read_text() for file in record.iterdir()}
-    variables = dict(one.split("=", 1) for one in texts.pop("env", "").split("\0") if "=" in one)
     calls = {name: [one.split("\0")[:-1] for one in text.split("\n\0")[:-1]] for name, text in texts.items()}
-    return Ran(process.returncode, errors, calls, variables, [path.name for path in work.iterdir()])
+    return Ran(done.returncode, done.stderr, calls, variables, [path.name for path in work.iterdir()])
 
 
 def two_runs(folder: Path) -> tuple[Path, Path]:
@@ -128,21 +119,6 @@ def two_runs(folder: Path) -> tuple[Path, Path]:
     for run in runs:
         (run / "logs").mkdir(parents=True)
     return runs
-
-
-# A step that traps the warning, waits for it and takes a while to end.
-WARNED = (
-    'trap "touch {f}/warned; again=" USR1; again=1; touch {f}/ready\n'
-    "while [ $again ]; do sleep 0.05; done; sleep 0.3; test -e {f}/warned && exit {code}"
-)
-
-
-@pytest.mark.parametrize("code", [REQUEUE_CODE, 1, 143])
-def test_a_warned_step_is_waited_for_and_requeued_if_it_asks_for_it(tmp_path: Path, code: int) -> None:
-    step = WARNED.format(f=tmp_path, code=code)
-    ran = run_script(render(spec(profile(), runs=two_runs(tmp_path))), tmp_path, srun=step, warnings=2)
-    assert ran.code == code, ran.errors
-    assert ran.calls.get("scontrol") == ([["requeue", "7_1"]] if code == REQUEUE_CODE else None)
 
 
 # fmt: off
@@ -182,20 +158,18 @@ DIRECTIVES = {"partition": 1, "account": 1, "qos": 1, "dependency": 2}  # that a
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=20)
 
 
-def filled(template: Any, value: str, folder: Path) -> Any:
-    """A template with the value and the folder in place."""
-    if isinstance(template, dict):
-        return {filled(key, value, folder): filled(one, value, folder) for key, one in template.items()}
-    if isinstance(template, list):
-        return [filled(one, value, folder) for one in template]
-    return template.replace("{f}", str(folder)).replace("{v}", value)
+def filled(name: str, value: str, folder: Path) -> tuple[dict[str, Any], str]:
+    """Fields and arrival of a place, with the value and the folder in place."""
+    text = json.dumps(PLACES[name]).replace("{f}", str(folder)).replace("{v}", json.dumps(value)[1:-1])
+    fields, arrival = json.loads(text)
+    return fields, arrival
 
 
 def check(name: str, value: str) -> bool:
     """Refused with a named error (False), or arrived as it is (True); anything else fails."""
     with tempfile.TemporaryDirectory(prefix="moelab-script-") as scratch:
         folder = Path(scratch)
-        fields, arrival = (filled(one, value, folder) for one in PLACES[name])
+        fields, arrival = filled(name, value, folder)
         for path in fields.get("source", []) + [f"{path}/bin/activate" for path in [fields.get("venv")] if path]:
             if value.isprintable():  # a shell file with a hostile name, so far as a file system takes it
                 Path(path).parent.mkdir(parents=True, exist_ok=True)

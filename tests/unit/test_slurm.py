@@ -62,16 +62,6 @@ def test_recorded_answers(version: str, before: str) -> None:
     assert (waits["1_3"], waits["1_6"], waits["1_4"]) == ("BeginTime", "Resources", None)
 
 
-def test_a_state_as_a_word_among_numbers_as_objects() -> None:
-    """As data_parser v0.0.39 of Slurm 23.02 writes it, made from the recorded 24.11."""
-    content = json.loads(recorded("squeue_24.11.5.json"))
-    for job in content["jobs"]:
-        job["job_state"] = job["job_state"][0]
-        job["exit_code"]["return_code"] = job["exit_code"]["return_code"]["number"]
-        job["exit_code"]["signal"] = {"signal_id": job["exit_code"]["signal"]["id"]["number"], "name": ""}
-    assert shown(parse_squeue(json.dumps(content))) == EXPECTED
-
-
 ERRORS = '{"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}'
 
 
