@@ -95,6 +95,7 @@ def is_ended(*, error: str = "", late: bool = False) -> Ranks:
 
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:23"
+GAVE_UP = "DistBackendError: NET/IB : Got completion from peer 10.0.0.7<41> with status=12 opcode=0 len=0"
 ONLY_SLURM_KNOWS = "ended by SIGTERM: cancelled, preempted, out of time, or a node was lost"
 LATE = "time ran out before a checkpoint was saved: raise signal_s in the cluster profile"
 TOO_OFTEN = (
@@ -110,6 +111,7 @@ TOO_OFTEN = (
         (trains(2), 0, 1, State.FAILED, f"training ended at step 2 of {STEPS}"),
         (is_ended(error="ValueError: bad"), 0, TERMINATED, State.FAILED, "rank 1: ValueError: bad"),
         (is_ended(error=CLOSED), 0, TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),  # never completed
+        (is_ended(error=GAVE_UP), 0, TERMINATED, State.UNKNOWN, ONLY_SLURM_KNOWS),
         (is_ended(late=True), 0, TERMINATED, State.FAILED, LATE),
     ],
 )
@@ -154,7 +156,9 @@ def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: 
     experiment = Experiment(name="tests", model="16B", nodes=2, gpus_per_node=8, dataset="c4", steps=20)
     run = directory.create(tmp_path, experiment)
     more = ["--scratch=/scratch", "--checkpoint-interval=5", "--dataset=c4=/data/c4", "--tokenizer=16B=/data/tokenizer"]
-    plain, arguments = (start_of(run, signals, *one).command(experiment).arguments for one in ([], more))
+    command = start_of(run, signals).command(experiment)
+    assert "HF_HUB_OFFLINE" not in command.variables  # C4 is streamed
+    plain, arguments = command.arguments, start_of(run, signals, *more).command(experiment).arguments
     # An interval of 21 is never, in 20 steps.
     assert {"--checkpoint.interval=21", f"--checkpoint.folder={run.path}/checkpoint"} <= set(plain)
     assert {

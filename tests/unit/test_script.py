@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,13 @@ def test_script_is_the_golden_one_and_bash_and_shellcheck_accept_it(name: str) -
     command = [str(shellcheck), "--exclude=SC1091,SC2016", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_job_asks_for_nothing_that_its_profile_does_not_name() -> None:
+    script = render(spec(profile(gpus_per_node=0, exclusive=False, container={"image": "x"})))
+    unnamed = {"mem", "gres", "exclusive", "partition", "account", "qos", "dependency", "container-mounts"}
+    unnamed |= {"time-ranks", "scratch", "dataset", "tokenizer"}
+    assert not unnamed & {*re.findall("--([a-z-]+)", script)}
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ TACC = """
         ('{\n "jobId": "519605"\n}\n', "", ("519605", None)),
         ("519605\n519605\n", "", ("519605", None)),
         ("2026\n519605\n", "", None),
-        ("Submitted batch job 1\nSubmitted batch job 2\n", "", None),
+        ("Submitted batch job 1\nSubmitted batch job 2\n3\n", "", None),
         ("Welcome to x\n", "", None),
         ("", "", None),
         ("0\n", "", None),

@@ -24,7 +24,7 @@ from moelab.launch import slurm
 from moelab.launch import status as status_module
 from moelab.launch.cluster import read_cluster
 from moelab.launch.slurm import SCRIPT_FILE, NumberUnknown, Queue, SlurmError, SlurmJob, Ticket, state_of, ticket_of
-from moelab.launch.status import cancel, refresh
+from moelab.launch.status import cancel, refresh, requeue
 from moelab.launch.submit import adopt, dry_run, submit
 from moelab.machine import boot_id
 from moelab.runs.directory import RunDir, find
@@ -271,53 +271,55 @@ def test_slurm_is_not_asked_for_runs_that_are_no_jobs_and_one_that_does_not_answ
     monkeypatch.setattr(slurm, "queue", Mock(side_effect=SlurmError("squeue: no answer in 60 s")))
     no_job = make_run(tmp_path, Experiment(name="s"), [8.0])
     assert refresh([no_job]) == [no_job.status]
+    for command in (cancel, requeue):
+        with pytest.raises(Refused, match="no run there"):
+            command([no_job])
     run, done = submitted(tmp_path, 1, State.RUNNING), submitted(tmp_path, 1, State.FAILED)
     stale = replace(run.status, reason="as last seen; squeue: no answer in 60 s")
     assert refresh([run, done]) == [stale, done.status]
     assert run.status.reason is None
 
 
-def test_a_job_whose_number_nobody_knows_is_told_and_adopted(tmp_path: Path, site: Site) -> None:
-    runs = tmp_path / "runs"
+def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_adopted_or_given_up(
+    tmp_path: Path, site: Site
+) -> None:
+    folder, unknown = tmp_path / "runs", [(State.SUBMITTED, None)] * 2
     site(sbatch="Welcome to x\n")
-    with pytest.raises(NumberUnknown, match=r"'Welcome to x'.*squeue --me --name=s.*--adopt NUMBER") as told:
-        submit(STUDY, runs, CLUSTER)
-    assert told.value.exit_code == 1
-    assert states_of(find(runs)) == [(State.SUBMITTED, None)] * 2
-    assert all("printed no job number: 'Welcome to x'" in str(run.status.reason) for run in find(runs))
+    with pytest.raises(NumberUnknown, match=r"'Welcome to x'.*squeue --me --name=s.*--adopt NUMBER") as refused:
+        submit(STUDY, folder, CLUSTER)
+    assert refused.value.exit_code == 1
+    runs = find(folder)
+    assert states_of(runs) == unknown
+    assert all("printed no job number: 'Welcome to x'" in str(run.status.reason) for run in runs)
     with pytest.raises(Refused, match=r"is submitted: its job number is unknown"):
-        submit(STUDY, runs, CLUSTER)  # it may wait
-    with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
-        adopt(STUDY, runs, "7")
-    site(squeue=queue_of(job("PENDING", comment="moelab:other:1")))
-    with pytest.raises(Refused, match="--adopt 7: that job was submitted for something else: moelab:other:1"):
-        adopt(STUDY, runs, "7")
-    site(squeue=queue_of(job("PENDING", comment="the site's"), job("RUNNING", comment="", job_id="7_1", raw_id="8")))
-    adopted = adopt(STUDY, runs, "7").adopted
-    assert [(run.status.state, run.status.job_id) for run in adopted] == [
-        (State.SUBMITTED, "7_0"),
-        (State.RUNNING, "7_1"),
-    ]
-    with pytest.raises(Refused, match="must lack its job number: no submission does"):
-        adopt(STUDY, runs, "7")
+        submit(STUDY, folder, CLUSTER)  # it may wait
+    before = {run: run.status for run in runs}
 
-
-def test_a_job_whose_number_nobody_knows_is_found_by_its_comment_or_given_up(tmp_path: Path, site: Site) -> None:
-    site(sbatch="Welcome\n")
-    with pytest.raises(NumberUnknown):
-        submit(STUDY, tmp_path / "runs", CLUSTER)
-    runs = find(tmp_path / "runs")
-    statuses = [run.status for run in runs]
     comment = str(ticket_of(runs[0]).comment)
     site(squeue=queue_of(*(job("PENDING", comment=comment, job_id=f"7_{task}") for task in (0, 1))))
     assert states_of(runs) == [(State.SUBMITTED, "7_0"), (State.SUBMITTED, "7_1")]
-    for run, status in zip(runs, statuses, strict=True):
+
+    for run, status in before.items():
+        run.set_status(status)
+    site()
+    with pytest.raises(Refused, match="--adopt 7: Slurm knows no such job"):
+        adopt(STUDY, folder, "7")
+    site(squeue=queue_of(job("PENDING", comment="moelab:other:1")))
+    with pytest.raises(Refused, match="--adopt 7: that job was submitted for something else: moelab:other:1"):
+        adopt(STUDY, folder, "7")
+    site(squeue=queue_of(job("PENDING", comment="the site's"), job("RUNNING", comment="", job_id="7_1", raw_id="8")))
+    assert set(adopt(STUDY, folder, "7").adopted) == set(runs)
+    assert states_of(runs) == [(State.SUBMITTED, "7_0"), (State.RUNNING, "7_1")]
+    with pytest.raises(Refused, match="must lack its job number: no submission does"):
+        adopt(STUDY, folder, "7")
+
+    for run, status in before.items():
         run.set_status(status)
     site(sbatch="8\n")
     assert {status.state for status in cancel(runs)} == {State.CANCELLED}
     assert "moelab did not find its job" in str(runs[0].status.reason)
     assert "scancel" not in (tmp_path / "asked").read_text()
-    assert len(submit(STUDY, tmp_path / "runs", CLUSTER).submitted) == 2
+    assert len(submit(STUDY, folder, CLUSTER).submitted) == 2
 
 
 @pytest.mark.parametrize("number", ["------", "7; rm -rf /", "-j", "519605_[0-1]"])

@@ -327,8 +327,7 @@ def _whole_number(value: Any) -> int | None:
     """A whole number, not negative, in any of Slurm's forms; None for anything else."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
-    if isinstance(value, bool) or not isinstance(value, int | str):  # True is an int, too
-        return None
+    # By its text, since True is an int, too.
     return int(value) if re.fullmatch(r"\d{1,18}", str(value), re.ASCII) else None
 
 
