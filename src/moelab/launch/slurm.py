@@ -58,6 +58,7 @@ _ENDED = re.compile(  # 12_3|15|CANCELLED by 1000|0:15, from the completion log 
 _SUBMITTED = (  # how sbatch, or a site's wrapper of it, prints a job's number; the first form that occurs counts
     re.compile(r"Submitted batch job (?P<id>[1-9]\d{0,9})\b(?: on cluster (?P<cluster>[\w.-]+))?", re.ASCII),
     re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
+    # `--parsable`, on a line of its own below a greeting, as on TACC's systems (maestrowf issue 441).
     re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
 )
 _HIDDEN = {"None", "(null)", "N/A", "Unknown", ""}
