@@ -77,6 +77,8 @@ def case(
 
 T16, T671 = (1, 4, 64), (1, 2, 32)
 COMPILED = {"compile": "model+loss"}
+SELECTIVE = {"activation_checkpoint": "selective"}
+TILES = {"attention_backend": "flex_tiles"}
 CASES = [
     # The order is that of importance: the budget may end before the list does.
     case("16B none", "16B", 2, T16, local_batch=4, activation_checkpoint="none"),
@@ -104,6 +106,21 @@ CASES = [
     case("671B full, fixed segments", "671B", 2, T671, local_batch=1, activation_checkpoint="full", expandable=False),
     case("16B full compiled", "16B", 2, T16, local_batch=8, activation_checkpoint="full", **COMPILED),
     case("16B selective compiled", "16B", 2, T16, local_batch=4, activation_checkpoint="selective", **COMPILED),
+    # Layers as those of h100_two_by_two.py, for GPUs of 141 GB: where prediction and its one-GPU rows differed.
+    *(
+        case(f"671B EP 1 {name}", "671B", 1, (0, layers, 16), local_batch=2, **TILES, **COMPILED, **settings)
+        for name, layers, settings in (
+            ("selective, 3 layers", 3, SELECTIVE),
+            ("selective, 3 layers, fp8", 3, SELECTIVE | {"precision": "fp8"}),
+            ("selective, 2 layers", 2, SELECTIVE),
+            ("selective, 2 layers, fp8", 2, SELECTIVE | {"precision": "fp8"}),
+            ("full, 3 layers", 3, {"activation_checkpoint": "full"}),
+            ("none, 2 layers", 2, {"activation_checkpoint": "none"}),
+        )
+    ),
+    case("671B EP 2 selective, 5 layers", "671B", 2, (0, 5, 16), local_batch=2, **TILES, **COMPILED, **SELECTIVE),
+    case("671B CP 2 selective", "671B", 2, T671, cp=2, local_batch=2, **COMPILED, **SELECTIVE),
+    case("671B CP 2 none", "671B", 2, T671, cp=2, local_batch=2, activation_checkpoint="none", **COMPILED),
 ]
 DRY_CASES = [
     case("dry none", "nano", 2, (1, 2, 8), seq_len=128, local_batch=2, hardware="cpu"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from stand_in import step_line, validation_line
 
@@ -76,10 +77,31 @@ def curve(end: float) -> list[float]:
     return [end + 0.1 * (STEPS - 0.5 - step) for step in range(1, STEPS + 1)]
 
 
+def train(
+    study: Path, precision: str = "bf16", seed: int = 0, losses: Sequence[float] | None = None, **options: Any
+) -> RunDir:
+    """One more run of a study; without losses it ends where those of :func:`make_study` do.
+
+    ``options`` are those of :func:`make_run` and any field of the experiment.
+    """
+    is_bf16 = precision == "bf16"
+    made: dict[str, Any] = {"tps": 1000.0 if is_bf16 else 500.0}
+    made |= {name: options.pop(name) for name in ("state", "reason", "held_out", "tps") if name in options}
+    if losses is None:
+        losses = curve(ENDS.get(seed, 5.0) + (0.0 if is_bf16 else SHIFT.get(seed, 0.003)))
+    experiment = {"name": study.name, "steps": STEPS, "precision": precision, "seed": seed}
+    return make_run(study.parent, Experiment(**experiment | options), losses, **made)
+
+
+def record_machine(study: Path, runs: str = "*/*", **environment: Any) -> None:
+    """Let runs of a study, a pattern of their arm and seed, be on a machine that differs in this from the usual one."""
+    for run in study.glob(f"{runs}/*"):
+        write_json(run / "environment.json", ENVIRONMENT | environment)
+
+
 def make_study(runs: Path, name: str = "s", shift: Mapping[int, float] = SHIFT) -> Path:
     """BF16 with known final losses, and MXFP8 a few thousandths above, at half the speed."""
     for seed, end in ENDS.items():
-        for precision, ours, tps in (("bf16", end, 1000.0), ("mxfp8", end + shift[seed], 500.0)):
-            experiment = Experiment(name=name, steps=STEPS, precision=precision, seed=seed)
-            make_run(runs, experiment, curve(ours), held_out=ours + 0.5, tps=tps)
+        for precision, ours in (("bf16", end), ("mxfp8", end + shift[seed])):
+            train(runs / name, precision, seed, curve(ours), held_out=ours + 0.5)
     return runs / name

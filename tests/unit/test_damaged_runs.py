@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_support import ENVIRONMENT, make_run
+from run_support import ENVIRONMENT, train
 
 from moelab.cli import main
 from moelab.experiment import Experiment
@@ -22,21 +22,11 @@ from moelab.runs.directory import RunDir
 from moelab.runs.side_files import Environment, read_side_files
 from moelab.study_report import judge_study, page, provenance
 
-STEPS = 8
 SOUND = (0, 1, 2)
-DISPATCHER = {"dispatcher": "AllToAllTokenDispatcher", "alignment": 16}
 
 
-def wrong_types(content: bytes) -> bytes:
-    """The same JSON with each value of another type."""
-    held = json.loads(content)
-    return json.dumps({name: [1.5] if isinstance(value, str | int) else "?" for name, value in held.items()}).encode()
-
-
-def with_nan(content: bytes) -> bytes:
-    """The same JSON with a NaN in place of its first value."""
-    held = json.loads(content)
-    return json.dumps({**held, next(iter(held)): float("nan")}).encode()
+def changed(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[bytes], bytes]:
+    return lambda content: json.dumps(change(json.loads(content))).encode()
 
 
 CONTENT: dict[str, Callable[[bytes], bytes]] = {
@@ -48,15 +38,15 @@ CONTENT: dict[str, Callable[[bytes], bytes]] = {
     "mapping": lambda content: b"{}",
     "deep": lambda content: b"[" * 100_000,
     "binary": lambda content: bytes(range(256)) * 4,
-    "wrong types": wrong_types,
-    "NaN": with_nan,
+    "wrong types": changed(lambda held: {k: [1.5] if isinstance(v, str | int) else "?" for k, v in held.items()}),
+    "NaN": changed(lambda held: {**held, next(iter(held)): float("nan")}),
 }
-PLACES = ("missing", "folder", "unreadable", "dangling link", "link to itself")
-RECORDED = ("launch/converted/rank0.json", "launch/dispatcher.json")
-JSON_FILES = ("environment.json", *RECORDED, "status.json", "results.json")
+DAMAGES = (*CONTENT, "missing", "folder", "unreadable", "dangling link", "link to itself")
+JSON_FILES = (
+    *("environment.json", "launch/converted/rank0.json", "launch/dispatcher.json", "status.json", "results.json"),
+)
 EVENTS = "tb/events.out.tfevents.1.x"
 OTHER_FILES = ("launch/command.sh", "logs/train.log", "metrics.parquet", "experiment.yaml", EVENTS)
-DAMAGES = (*CONTENT, *PLACES)
 
 
 def damage(file: Path, kind: str) -> None:
@@ -74,33 +64,32 @@ def damage(file: Path, kind: str) -> None:
         file.symlink_to(file if kind == "link to itself" else file.with_name("nothing"))
 
 
-def run_of(runs: Path, precision: str, seed: int) -> RunDir:
-    losses = [4.0 + 0.01 * (seed % 3) + (0.001 if precision == "mxfp8" else 0.0)] * STEPS
-    experiment = Experiment(name="s", steps=STEPS, warmup_steps=1, precision=precision, seed=seed)
-    run = make_run(runs, experiment, losses, tps=1000.0 if precision == "bf16" else 900.0)
-    (run.path / "launch" / "dispatcher.json").write_text(json.dumps(DISPATCHER))
+def run_of(study: Path, precision: str, seed: int) -> RunDir:
+    """A run of eight steps with every file that there may be."""
+    losses = [4.0 + 0.01 * (seed % 3) + (0.001 if precision == "mxfp8" else 0.0)] * 8
+    run = train(study, precision, seed, losses, steps=8, warmup_steps=1)
+    dispatcher = {"dispatcher": "AllToAllTokenDispatcher", "alignment": 16}
+    (run.path / "launch" / "dispatcher.json").write_text(json.dumps(dispatcher))
     for name in ("results.json", "metrics.parquet", EVENTS):
-        (run.path / name).write_text(json.dumps({"steps": STEPS}))
+        (run.path / name).write_text(json.dumps({"steps": 8}))
     return run
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study of BF16 and MXFP8, and a further seed of MXFP8 for each damage."""
-    runs = tmp_path_factory.mktemp("sound")
+    study = tmp_path_factory.mktemp("sound") / "s"
     for seed in SOUND:
-        run_of(runs, "bf16", seed)
+        run_of(study, "bf16", seed)
     for seed in range(len(SOUND) + len(DAMAGES)):
-        run_of(runs, "mxfp8", seed)
-    return runs
+        run_of(study, "mxfp8", seed)
+    return study
 
 
-def reported(study: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the command says about a study, whatever it took to write the page too."""
-    capsys.readouterr()
-    assert main(["report", str(study), "--json", "--output", str(study / "report.html")]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+def reported(capsys: pytest.CaptureFixture[str], *paths: Path) -> dict[str, Any]:
+    """What the command says, whatever it took to write the page too."""
+    assert main(["report", *map(str, paths), "--json", "--output", str(paths[0] / "report.html")]) == 0
+    return dict(json.loads(capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("name", [*JSON_FILES, *OTHER_FILES])
@@ -108,66 +97,59 @@ def test_a_damaged_file_degrades_its_run_by_name_and_no_other(
     sound: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(page, "report_figures", lambda judged: [])  # most of the time; drawn in the test below
-    shutil.copytree(sound, tmp_path / "runs")
+    study = shutil.copytree(sound, tmp_path / "s")
     damaged = {}
     for seed, kind in enumerate(DAMAGES, start=len(SOUND)):
         if kind in ("wrong types", "NaN") and name not in JSON_FILES:
             continue
         if kind == "unreadable" and os.geteuid() == 0:  # nothing is unreadable to root
             continue
-        (run,) = (tmp_path / "runs/s/mxfp8_standard" / f"seed{seed}").iterdir()
+        (run,) = (study / "mxfp8_standard" / f"seed{seed}").iterdir()
         damage(run / name, kind)
         damaged[seed] = kind
-    told = reported(tmp_path / "runs" / "s", capsys)
-    (verdict,) = told["verdicts"]
-    rows = {row["seed"]: row for row in told["runs"] if row["arm"] == "mxfp8_standard"}
+    as_json = reported(capsys, study)
+    rows = {row["seed"]: row for row in as_json["runs"] if row["arm"] == "mxfp8_standard"}
     assert set(rows) == set(range(len(SOUND) + len(DAMAGES)))
-    assert tuple(verdict["seeds"]) == SOUND
+    assert tuple(as_json["verdicts"][0]["seeds"]) == SOUND
     assert all(rows[seed]["used"] and not rows[seed]["damaged"] for seed in SOUND)
     for seed, kind in damaged.items():
-        told_of = " ".join([*rows[seed]["damaged"], rows[seed].get("reason", "")])
-        _expect(name, kind, rows[seed], told_of)
+        words = " ".join([*rows[seed]["damaged"], rows[seed].get("reason", "")])
+        _expect(name, kind, rows[seed], words)
 
 
-def _expect(name: str, kind: str, row: dict[str, Any], told: str) -> None:
+def _expect(name: str, kind: str, row: dict[str, Any], words: str) -> None:
     """What becomes of one run, by the file of it that is damaged."""
-    words = f"{name}, {kind}: {row}"
+    about = f"{name}, {kind}: {row}"
+    is_judged = name not in ("status.json", "experiment.yaml", "logs/train.log")
+    assert row["used"] == is_judged, about
     if name in ("results.json", "metrics.parquet"):  # made from the log, and never read
-        assert (row["used"], told) == (True, ""), words
-    elif name in ("status.json", "experiment.yaml"):
-        assert not row["used"], words
-        assert name in told, words
+        assert words == "", about
     elif name == "logs/train.log":
-        assert not row["used"], words
-        assert "0 of 8 steps logged" in told or kind == "cut", words
-        assert name in told or kind in CONTENT, words
-    elif name.startswith("tb/"):
-        assert row["used"], words
-    else:
-        assert row["used"], words
-        gone = kind in ("missing", "dangling link")
-        optional = name in ("launch/dispatcher.json", "launch/command.sh") and gone
+        assert "0 of 8 steps logged" in words or kind == "cut", about
+        assert name in words or kind in CONTENT, about
+    elif not is_judged:
+        assert name in words, about
+    elif name != EVENTS:
+        optional = name in ("launch/dispatcher.json", "launch/command.sh") and kind in ("missing", "dangling link")
         reads_anyway = name == "launch/command.sh" and kind in CONTENT and kind != "binary"
-        assert optional or reads_anyway or Path(name).name in told or "converted has no record" in told, words
-        assert (row["machine"] is None) == (name == "environment.json"), words
+        assert optional or reads_anyway or Path(name).name in words or "converted has no record" in words, about
+        assert (row["machine"] is None) == (name == "environment.json"), about
 
 
 def test_a_study_with_every_damage_is_drawn_and_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [*JSON_FILES, *OTHER_FILES]
+    names, study = [*JSON_FILES, *OTHER_FILES], tmp_path / "s"
     for seed in range(len(names) + 1):
-        run_of(tmp_path / "runs", "bf16", seed)
-        run = run_of(tmp_path / "runs", "mxfp8", seed)
+        run_of(study, "bf16", seed)
+        run = run_of(study, "mxfp8", seed)
         if seed < len(names):
             damage(run.path / names[seed], "binary")
-    told = reported(tmp_path / "runs" / "s", capsys)
-    assert told["verdicts"][0]["answer"]
-    page = (tmp_path / "runs" / "s" / "report.html").read_text()
-    assert "environment.json is damaged: machine and versions unknown" in page
-    assert "Runs that are not judged" in page
-    paths = [str(tmp_path / "runs" / "s"), str(tmp_path / "runs" / "s" / "bf16_standard")]
-    assert main(["report", *paths, "--json", "--output", str(tmp_path / "r.html")]) == 0
-    side_by_side = json.loads(capsys.readouterr().out)
-    assert "environment.json is damaged: machine and versions unknown" in side_by_side["note"]
+    assert reported(capsys, study)["verdicts"][0]["answer"]
+    shown = (study / "report.html").read_text()
+    words = "environment.json is damaged: machine and versions unknown"
+    assert words in shown
+    assert "Runs that are not judged" in shown
+    side_by_side = reported(capsys, study, study / "bf16_standard")
+    assert words in side_by_side["note"]
     assert len(side_by_side["runs"]) == 3 * len(names) + 3
 
 
@@ -191,13 +173,13 @@ def test_an_environment_is_known_or_unknown_and_says_which(
     folder.mkdir(exist_ok=True)
     kept = {name: value for name, value in {**ENVIRONMENT, **changes}.items() if name not in dropped}
     (folder / "environment.json").write_bytes(json.dumps(kept).encode() if content is None else content)
-    found = read_side_files(RunDir(folder), Experiment(), started=True)
-    if found.environment is None:
-        assert found.damaged == ("environment.json is damaged: machine and versions unknown",)
+    files = read_side_files(RunDir(folder), Experiment(), started=True)
+    if files.environment is None:
+        assert files.damaged == ("environment.json is damaged: machine and versions unknown",)
     else:
-        assert (content is None, found.damaged) == (True, ())
-        assert found.environment.machine
-        assert all(found.environment.versions.values())
+        assert (content is None, files.damaged) == (True, ())
+        assert files.environment.machine
+        assert all(files.environment.versions.values())
 
 
 def test_what_a_launcher_writes_is_read() -> None:
@@ -207,7 +189,7 @@ def test_what_a_launcher_writes_is_read() -> None:
 
 
 def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
-    run = run_of(tmp_path, "mxfp8", 0)
+    run = run_of(tmp_path / "s", "mxfp8", 0)
     other = {"kernels": "native", "modules": ["layers.9"]}
     (run.path / "launch" / "converted" / "rank4.json").write_text(json.dumps(other))
     one = collect_run(run)
@@ -216,21 +198,15 @@ def test_ranks_that_disagree_are_told(tmp_path: Path) -> None:
     assert (one.emulates_products, one.speed_known) == (True, False)
 
 
-def test_no_gain_where_kernels_are_unknown(tmp_path: Path) -> None:
-    """Emulated kernels would be taken for real ones."""
+def test_what_is_unknown_makes_no_gain_and_is_told_in_the_provenance(tmp_path: Path) -> None:
+    study = tmp_path / "s"
     for seed in SOUND:
-        run_of(tmp_path, "bf16", seed)
-        shutil.rmtree(run_of(tmp_path, "mxfp8", seed).path / "launch" / "converted")
-    judged = judge_study(tmp_path / "s")
+        run_of(study, "bf16", seed)
+        shutil.rmtree(run_of(study, "mxfp8", seed).path / "launch" / "converted")  # emulated ones would seem real
+    damage(run_of(study, "bf16", 3).path / "environment.json", "cut")
+    judged = judge_study(study)
     assert judged.gains == []
     assert "is claimed: one of the arms has no run whose machine and kernels are known" in judged.as_text()
     assert "launch/converted has no record: which modules ran in MXFP8 is unknown" in judged.as_text()
-
-
-def test_a_damaged_environment_is_told_in_the_provenance(tmp_path: Path) -> None:
-    for seed in SOUND:
-        run_of(tmp_path, "bf16", seed)
-    damage(run_of(tmp_path, "bf16", 3).path / "environment.json", "cut")
-    told = provenance(judge_study(tmp_path / "s"))
-    assert told["Hardware"] == "A processor, 2 cores, no GPU in 3 runs, unknown in 1 run"
-    assert "torch 2.14.0 in 3 runs, unknown in 1 run" in told["Software"]
+    assert provenance(judged)["Hardware"] == "A processor, 2 cores, no GPU in 6 runs, unknown in 1 run"
+    assert "torch 2.14.0 in 6 runs, unknown in 1 run" in provenance(judged)["Software"]

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import pkgutil
 from pathlib import Path
 
 import pytest
 
 import moelab
 
-ROOT = Path(moelab.__path__[0])
-MODULES = [
-    one.name
-    for one in pkgutil.walk_packages([str(ROOT)], "moelab.")
-    if not one.ispkg and ">>> " in (ROOT.parent / f"{one.name.replace('.', '/')}.py").read_text()
-]
+SRC = Path(moelab.__path__[0]).parent
+MODULES = [file.relative_to(SRC) for file in sorted(SRC.glob("moelab/**/*.py")) if ">>> " in file.read_text()]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_of_a_module(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(name)).failed == 0
+@pytest.mark.parametrize("file", MODULES, ids=str)
+def test_examples_of_a_module(file: Path) -> None:
+    assert doctest.testmod(importlib.import_module(".".join(file.with_suffix("").parts))).failed == 0

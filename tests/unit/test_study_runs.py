@@ -4,283 +4,184 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from figure_support import title
-from run_support import ENVIRONMENT, collect_and_save, make_run
+from run_support import ENDS, ENVIRONMENT, STEPS, collect_and_save, curve, make_run, make_study, record_machine, train
 
-from moelab.analysis.verdict import Answer
+from moelab import experiment_file
+from moelab.analysis.verdict import Answer, Doubtful
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
-from moelab.experiment import NUMBERS_ONLY, Experiment
-from moelab.experiment_file import make_study
-from moelab.runs.collect import collect_run
-from moelab.runs.directory import RunDir
+from moelab.experiment import NUMBERS_ONLY
 from moelab.runs.files import write_json
 from moelab.runs.status import State
 from moelab.study_report import judge_paths, judge_study, provenance, report_figures, report_tables
 
-STEPS = 8
-SEEDS = range(5)
+MXFP8 = "MXFP8 + standard all-to-all"
 H100 = [{"name": "NVIDIA H100", "capability": 9.0, "driver": "570.1", "memory_mib": 81559}] * 2
-ON_H100 = {"gpus": H100, "git_commit": "1111111"}
 B200 = [{"name": "NVIDIA B200", "capability": 10.0, "driver": "570.1", "memory_mib": 183359}] * 2
 
 
-def run_of(runs: Path, precision: str, seed: int, *, shift: float = 0.0, **options: Any) -> RunDir:
-    """A run that ends at a known loss; the keywords of ``make_run``, and ``fields`` of its experiment."""
-    fields = {"steps": STEPS, "warmup_steps": 1, "precision": precision, "seed": seed} | options.pop("fields", {})
-    end = 4.0 + 0.02 * (seed % 3) + shift + (0.002 + 0.001 * (seed % 2) if precision == "mxfp8" else 0.0)
-    losses = options.pop("losses", [end] * STEPS)
-    return make_run(
-        runs, Experiment(name="s", **fields), losses, tps=1000.0 if precision == "bf16" else 9000.0, **options
-    )
-
-
-def study_of(runs: Path, environment: Callable[[str, int], dict[str, Any]] = lambda precision, seed: {}) -> Path:
-    """Five seeds of BF16 and MXFP8, each in an environment of its own."""
-    for seed in SEEDS:
-        for precision in ("bf16", "mxfp8"):
-            run = run_of(runs, precision, seed)
-            write_json(run.path / "environment.json", ENVIRONMENT | environment(precision, seed))
-    return runs / "s"
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    return make_study(tmp_path)
 
 
 def packages(**versions: str) -> dict[str, Any]:
     return {"packages": {**ENVIRONMENT["packages"], **versions}}
 
 
-# No seed vanishes
-
-
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("stamp", ["20000101T000000Z-aaaaaa", "29990101T000000Z-aaaaaa"])
-def test_one_run_of_another_learning_rate_does_not_make_the_others_vanish(
-    tmp_path: Path, precision: str, stamp: str
-) -> None:
-    study = study_of(tmp_path)
-    other = run_of(tmp_path, precision, 0, fields={"lr": 2.0e-3})
-    other.path.rename(other.path.with_name(stamp))
+def test_no_seed_vanishes_and_every_run_that_is_not_judged_has_its_reason(study: Path) -> None:
+    nan, lost = [*curve(5.0)[:4], math.nan], {"state": State.FAILED, "reason": "node gpu-12 failed"}
+    for seed in range(5, 12):
+        train(study, "bf16", seed)
+    train(study, "mxfp8", 5, [4.0] * 3, **lost)
+    train(study, "mxfp8", 7, gpus_per_node=4)
+    for seed, losses in ((8, None), (9, nan)):
+        record = train(study, "mxfp8", seed, losses).path / "experiment.yaml"
+        record.write_text(record.read_text()[:200])
+    train(study, "mxfp8", 10, nan)
+    train(study, "mxfp8", 11, [4.0], state=State.FAILED, reason="rank 0: Loss is not finite")
+    train(study, "mxfp8", 0, nan)
+    train(study, "mxfp8", 1, [4.0], state=State.CANCELLED)
+    train(study, "bf16", 3, lr=2.0e-3)  # newer than the others
+    old = train(study, "mxfp8", 2, lr=2.0e-3).path
+    old.rename(old.with_name("20000101T000000Z-aaaaaa"))
+    for seed in (0, 1):
+        train(study, "mxfp8", seed, [4.0], ep_backend="deepep", ep_kernels="emulated", **lost)
     judged = judge_study(study)
-    (verdict,) = judged.verdicts
-    assert (verdict.answer, verdict.n_seeds) == (Answer.EQUIVALENT, 5)
-    told = judged.to_json()
-    assert (told["finished"], told["judged"], len(told["runs"])) == (11, 10, 11)
-    assert "\n11 of 11 runs finished, 10 of them judged\n" in judged.as_text()
-    (left_out,) = (row for row in told["runs"] if not row["used"])
-    assert (left_out["run"].rsplit("/", 1)[-1], left_out["status"], left_out["seed"]) == (stamp, "completed", 0)
-    assert "lr 0.002 instead of 0.003" in left_out["reason"]
-    assert "lr 0.002 instead of 0.003" in told["note"]
+    bf16, deepep, mxfp8 = judged.sides
+    other, another = "not the settings of this arm's judged runs: ", "another attempt at this arm and seed is judged"
+    damaged, doubtful = (mxfp8.lost_seeds.pop(seed) for seed in (8, 9))
+    assert [words.startswith("experiment.yaml: ") for words in (damaged, doubtful)] == [True, True]
+    assert [isinstance(words, Doubtful) for words in (damaged, doubtful)] == [False, True]
+    assert mxfp8.lost_seeds == {
+        5: "failed: node gpu-12 failed, 3 of 20 steps logged",
+        6: "not run",
+        7: f"{other}gpus_per_node 4 instead of 2",
+    }
+    assert mxfp8.diverged_seeds == {10: "loss is nan at step 5 (segment 0)", 11: "rank 0: Loss is not finite"}
+    assert (bf16.lost_seeds, bf16.diverged_seeds) == ({}, {})
+    replaced = {(one.arm, one.seed): re.sub(r" \(2\d{7}T\w+-\w+\)", "", one.reason) for one in judged.not_judged}
+    assert {seed: reason for seed, reason in replaced.items() if seed[1] < 5} == {
+        ("bf16_standard", 3): f"{other}lr 0.002 instead of 0.003",
+        ("mxfp8_standard", 0): f"{another}; this one diverged: loss is nan at step 5 (segment 0)",
+        ("mxfp8_standard", 1): another,
+        ("mxfp8_standard", 2): f"{other}lr 0.002 instead of 0.003",
+    }
+    (verdict,) = judged.verdicts  # none of DeepEP, which is named instead
+    assert (verdict.arm, verdict.answer, verdict.seeds) == ("mxfp8_standard", Answer.DIFFERENT, (0, 1, 2, 3))
     assert "The arms also differ" not in verdict.sentence()
+    notes = [note.removeprefix("left out: ") for note in judged.notes if note.startswith("left out: ")]
+    assert notes[0] == f"{deepep.label}, seeds 0, 1: failed: node gpu-12 failed, 1 of 20 steps logged"
+    assert len(notes) == 7  # all but the attempt that was replaced and did not diverge, which is in the table alone
+    (table,) = [one for one in report_tables(judged) if one.title == "Runs that are not judged"]
+    assert [row[4] for row in table.rows] == [one.reason for one in judged.not_judged]
+    as_json = judged.to_json()
+    assert (as_json["finished"], as_json["judged"], len(as_json["runs"])) == (18, 15, 27)
+    assert "\n18 of 27 runs finished, 15 of them judged\n" in judged.as_text()
+    assert [row["used"] for row in as_json["runs"]].count(False) == len(judged.not_judged) + 3 + 2
 
 
-def test_the_reference_is_the_group_that_most_runs_agree_with(tmp_path: Path) -> None:
-    """Six seeds of BF16 alone at another learning rate, against five of both at one."""
-    study = study_of(tmp_path)
-    for seed in range(6):
-        run_of(tmp_path, "bf16", seed, fields={"lr": 2.0e-3}, shift=1.0)
+def test_the_reference_is_the_group_that_most_runs_agree_with(study: Path) -> None:
+    for seed in range(6):  # more of BF16 alone than of both at one learning rate
+        train(study, "bf16", seed, curve(6.0), lr=2.0e-3)
     judged = judge_study(study)
-    assert judged.verdicts[0].answer is Answer.EQUIVALENT
-    assert sum(not row["used"] for row in judged.to_json()["runs"]) == 6
+    assert (judged.verdicts[0].answer, len(judged.not_judged)) == (Answer.EQUIVALENT, 6)
 
 
-def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(tmp_path: Path) -> None:
-    for seed in SEEDS:
+def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(study: Path) -> None:
+    for seed in ENDS:
         for precision in ("bf16", "mxfp8"):
-            for lr in (0.003, 0.001):
-                run_of(tmp_path, precision, seed, fields={"lr": lr})
-    judged = judge_study(tmp_path / "s")
-    assert judged.verdicts[0].n_seeds == len(SEEDS)
-    (note,) = {note.split(": ", 2)[2] for note in judged.notes if "left out" in note}
-    assert note.startswith("not the settings of this arm's judged runs: lr 0.00")
-    assert note.endswith("(as many seeds as the newer runs, which are judged: give each set a study of its own)")
+            newer = train(study, precision, seed, lr=1.0e-3).path
+            newer.rename(newer.with_name("29990101T000000Z-aaaaaa"))
+    judged = judge_study(study)
+    (note,) = {note.split(": ", 3)[3] for note in judged.notes if "left out" in note}
+    more = "as many seeds as the newer runs, which are judged: give each set a study of its own"
+    assert (judged.verdicts[0].n_seeds, note) == (len(ENDS), f"lr 0.003 instead of 0.001 ({more})")
 
 
 def test_arms_of_other_settings_are_judged_and_a_gain_is_of_settings_that_speed_does_not_depend_on(
     tmp_path: Path,
 ) -> None:
-    for seed in SEEDS:
-        run_of(tmp_path, "bf16", seed)
-        run_of(tmp_path, "mxfp8", seed, fields={"lr": 2.0e-3, "dataset": "c4"})
-        run_of(tmp_path, "fp8", seed, fields={"local_batch": 8})
-        run_of(tmp_path, "nvfp4", seed)
+    for seed in ENDS:
+        train(tmp_path / "s", "bf16", seed)
+        train(tmp_path / "s", "mxfp8", seed, lr=2.0e-3, dataset="c4")
+        train(tmp_path / "s", "fp8", seed, local_batch=8)
+        train(tmp_path / "s", "nvfp4", seed)
     judged = judge_study(tmp_path / "s")
-    fp8, mxfp8, _ = judged.verdicts
     words = "The arms also differ in their settings: lr 0.002 instead of 0.003, dataset c4 instead of python."
-    assert words in mxfp8.sentence()
-    assert f"MXFP8 + standard all-to-all: {words}" in judged.summary["Same loss?"]
+    assert judged.verdicts[1].findings[-1] == words
+    assert f"{MXFP8}: {words}" in judged.summary["Same loss?"]
     assert words.removesuffix(".") in judged.to_json()["note"]
-    assert "local_batch 8 instead of 4" in fp8.sentence()
     assert [one.arm for one in judged.gains] == ["mxfp8_standard"]
-    refused = "no gain of FP8 over BF16 (both standard all-to-all) is claimed: local_batch 8 instead of 4"
-    assert refused in judged.as_text()
-    assert judged.no_gain["NVFP4 + standard all-to-all"] == NUMBERS_ONLY
+    assert judged.no_gain == {
+        "FP8 + standard all-to-all": "local_batch 8 instead of 4",
+        "NVFP4 + standard all-to-all": NUMBERS_ONLY,
+    }
 
 
 def test_a_field_that_makes_an_arm_is_no_other_setting(tmp_path: Path) -> None:
-    study = make_study("s", {"steps": STEPS}, [{"compile": "none"}, {"compile": "loss"}], range(3))
-    for one in study.experiments:
-        make_run(tmp_path, one, [4.0 + 0.02 * one.seed] * STEPS)
+    planned = experiment_file.make_study("s", {"steps": STEPS}, [{"compile": "none"}, {"compile": "loss"}], range(3))
+    for one in planned.experiments:
+        make_run(tmp_path, one, curve(ENDS[one.seed]))
     judged = judge_study(tmp_path / "s")
     assert [side.arm for side in judged.sides] == ["bf16_standard", "bf16_standard_compile-loss"]
-    assert len(judged.gains) == 1
-    assert not any("differ" in note for note in judged.notes)
+    assert (len(judged.gains), any("differ" in note for note in judged.notes)) == (1, False)
 
 
 def test_what_an_arm_must_have_learnt_is_of_the_tokens_that_there_are_and_its_warm_up_is_told(tmp_path: Path) -> None:
     for seed in range(3):
         for precision in ("bf16", "mxfp8"):
-            run_of(tmp_path, precision, seed, shift=3.0, fields={"model": "16B", "warmup_steps": STEPS})
+            train(tmp_path / "s", precision, seed, curve(7.0 + 0.02 * seed), model="16B", warmup_steps=STEPS)
     (verdict,) = judge_study(tmp_path / "s").verdicts
     assert verdict.answer is Answer.NOT_TRAINED  # at 7 nats: 16B has rows for ln 102,400 = 11.5, the tokenizer ln 2048
-    assert "ended inside its warm-up (step 8 of 8)" in verdict.sentence()
+    assert "ended inside its warm-up (step 20 of 20)" in verdict.sentence()
 
 
-def test_a_seed_that_diverged_is_a_finding(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run_of(tmp_path, "bf16", 5)
-    run_of(tmp_path, "mxfp8", 5, losses=[4.0, math.nan], state=State.COMPLETED)
-    run_of(tmp_path, "bf16", 6)
-    stopped = run_of(tmp_path, "mxfp8", 6, losses=[4.0], state=State.FAILED, reason="rank 0: Loss is not finite")
-    assert collect_run(stopped).diverged == "rank 0: Loss is not finite"
-    judged = judge_study(study)
-    (verdict,) = judged.verdicts
-    assert verdict.answer is Answer.DIFFERENT
-    assert "2 of 7 seeds diverged in MXFP8 and not in BF16" in verdict.sentence()
-    rows = {(row["arm"], row["seed"]): row for row in judged.to_json()["runs"]}
-    assert rows["mxfp8_standard", 5]["reason"] == "diverged: loss is nan at step 2 (segment 0)"
-    side_by_side = judge_paths([study, study / "bf16_standard"])
-    assert side_by_side.verdicts[0].answer is Answer.DIFFERENT
-
-
-@pytest.mark.parametrize(
-    ("failed", "answer", "words"),
-    [
-        ("mxfp8", Answer.DIFFERENT, "5 of 5 seeds diverged in MXFP8"),
-        ("bf16", Answer.INSUFFICIENT, "5 of 5 seeds diverged in the reference BF16"),
-    ],
-)
-def test_an_arm_of_which_every_seed_diverged_is_judged(tmp_path: Path, failed: str, answer: Answer, words: str) -> None:
-    for seed in SEEDS:
+@pytest.mark.parametrize(("failed", "answer"), [("mxfp8", Answer.DIFFERENT), ("bf16", Answer.INSUFFICIENT)])
+def test_an_arm_of_which_every_seed_diverged_is_judged_and_drawn(tmp_path: Path, failed: str, answer: Answer) -> None:
+    for seed in ENDS:
         for precision in ("bf16", "mxfp8"):
-            run_of(tmp_path, precision, seed, **({"losses": [4.0, math.inf]} if precision == failed else {}))
+            train(tmp_path / "s", precision, seed, [4.0, math.inf] if precision == failed else None)
     judged = judge_study(tmp_path / "s")
-    (verdict,) = judged.verdicts
-    assert verdict.answer is answer
-    assert words in verdict.sentence()
+    assert [verdict.answer for verdict in judged.verdicts] == [answer]
     assert report_figures(judged)
 
 
-def test_every_run_that_is_not_judged_is_named_with_its_reason(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    for seed in (5, 6, 7, 8):
-        run_of(tmp_path, "bf16", seed)
-    run_of(tmp_path, "mxfp8", 5, losses=[4.0] * 3, state=State.FAILED, reason="rank 1: killed by SIGKILL")
-    run_of(tmp_path, "mxfp8", 7, fields={"gpus_per_node": 4})
-    record = run_of(tmp_path, "mxfp8", 8).path / "experiment.yaml"
-    record.write_text(record.read_text()[:200])
-    run_of(tmp_path, "mxfp8", 0, losses=[4.0, math.nan])
-    run_of(tmp_path, "mxfp8", 1, losses=[4.0], state=State.CANCELLED)
-    for seed in SEEDS:
-        fields = {"ep_backend": "deepep", "ep_kernels": "emulated"}
-        run_of(tmp_path, "mxfp8", seed, fields=fields, losses=[4.0], state=State.FAILED, reason="node gpu-12 failed")
-    judged = judge_study(study)
-    (verdict,) = judged.verdicts
-    assert (verdict.arm, verdict.answer, verdict.n_seeds) == ("mxfp8_standard", Answer.EQUIVALENT, 5)
-    for words in (
-        "seed 5: failed: rank 1: killed by SIGKILL, 3 of 8 steps logged",
-        "seed 6: not run",
-        "seed 7: not the settings of this arm's judged runs: gpus_per_node 4",
-        "seed 8: experiment.yaml: ",
-        "assumed to be unrelated",
-    ):
-        assert words in verdict.sentence()
-    assert any("MXFP8 + standard all-to-all, seed 8: experiment.yaml" in note for note in judged.notes)
-    lost = "left out: MXFP8 + DeepEP, seeds 0, 1, 2, 3, 4: failed: node gpu-12 failed, 1 of 8 steps logged"
-    assert lost in judged.notes
-    (table,) = [one for one in report_tables(judged) if one.title == "Runs that are not judged"]
-    assert len(table.rows) == len(judged.not_judged)
-    note = judged.to_json()["note"]
-    assert "this one diverged: loss is nan at step 2 (segment 0)" in note
-    assert "seed 1: another attempt" not in note  # replaced by one that finished: in the table alone
+def test_a_plan_says_which_seeds_there_should_be(study: Path) -> None:
+    arms = [{"precision": "bf16"}, {"precision": "mxfp8"}]
+    train(study, "mxfp8", 7)
+    judged = judge_study(study, study=experiment_file.make_study("s", {"steps": STEPS}, arms, [*ENDS, 9]))
+    assert [side.lost_seeds for side in judged.sides] == [{9: "not run"}] * 2
+    assert [one.reason for one in judged.not_judged] == ["seed 7 of this arm is not in the study"]
 
 
-def test_a_planned_seed_that_has_no_run_is_named(tmp_path: Path) -> None:
-    study_of(tmp_path)
-    shared = {"steps": STEPS, "warmup_steps": 1}
-    study = make_study("s", shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [*SEEDS, 9])
-    (verdict,) = judge_study(tmp_path / "s", study=study).verdicts
-    assert "mxfp8_standard, seed 9: not run" in verdict.excluded
-    run_of(tmp_path, "mxfp8", 7)
-    rows = judge_study(tmp_path / "s", study=study).to_json()["runs"]
-    assert [row["reason"] for row in rows if not row["used"]] == ["seed 7 of this arm is not in the study"]
-
-
-def test_a_seed_whose_record_is_damaged_and_whose_log_diverged_is_not_assumed_unrelated(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    run = run_of(tmp_path, "mxfp8", 5, losses=[4.0] * 5 + [math.nan] * 3)
-    run_of(tmp_path, "bf16", 5)
-    (run.path / "experiment.yaml").write_text("x")
-    (verdict,) = judge_study(study).verdicts
-    assert verdict.answer is Answer.INSUFFICIENT
-    assert "1 of 6 seeds of MXFP8 may have diverged (seed 5: experiment.yaml" in verdict.sentence()
-    assert "unrelated" not in verdict.sentence()
-
-
-def test_a_seed_can_be_dropped_and_a_margin_capped(tmp_path: Path) -> None:
-    study = study_of(tmp_path)
-    for found in (
-        judge_study(study, dropped_seeds=[2], margin_cap_nats=0.001),
-        judge_paths([study], dropped_seeds=[2], margin_cap_nats=0.001),
-        judge_paths([study, study / "bf16_standard"], dropped_seeds=[2], margin_cap_nats=0.001),
-    ):
-        (verdict, *_) = found.verdicts
-        assert (verdict.seeds, verdict.margin_nats) == ((0, 1, 3, 4), 0.001)
-        assert any("as requested: seed 2" in note for note in found.notes)
-    dropped = judge_study(study, dropped_seeds=[2])
+def test_a_seed_can_be_dropped_and_a_margin_capped(study: Path) -> None:
+    options: dict[str, Any] = {"dropped_seeds": [2], "margin_cap_nats": 0.001}
+    dropped = judge_study(study, **options)
+    for report in (dropped, judge_paths([study, study / "bf16_standard"], **options)):
+        assert (report.verdicts[0].seeds, report.verdicts[0].margin_nats) == ((0, 1, 3), 0.001)
+        assert any("as requested: seed 2" in note for note in report.notes)
     assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
-    assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {4}
-    assert "+nan" not in judge_study(study, dropped_seeds=SEEDS).as_text()
+    assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {3}
+    assert "+nan" not in judge_study(study, dropped_seeds=[*ENDS]).as_text()
     with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
         judge_paths([study], dropped_seeds=[77])
 
 
-# No machines are mixed silently
-
-
-def test_no_gain_is_claimed_between_machines(tmp_path: Path) -> None:
-    """BF16 on a CPU and MXFP8 on H100s under another torch: nine times the speed of nothing."""
-    study = study_of(
-        tmp_path, lambda precision, seed: {} if precision == "bf16" else {"gpus": H100, **packages(torch="2.13.0")}
-    )
-    judged = judge_study(study)
-    words = "machine 2 × NVIDIA H100 against A processor, 2 cores, no GPU"
-    assert judged.gains == []
-    assert "800" not in judged.as_text()
-    assert "9,000 tokens/s per rank" in judged.as_text()
-    assert f"no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: {words}" in judged.as_text()
-    assert judged.comparable_tps.keys() == {"bf16_standard"}
-    assert "each rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
-    told = judged.to_json()
-    assert (told["gains"][0]["percent"], words in told["gains"][0]["reason"]) == (None, True)
-    assert {(row["arm"], row["machine"], row["versions"]["torch"]) for row in told["runs"]} == {
-        ("bf16_standard", "A processor, 2 cores, no GPU", "2.14.0"),
-        ("mxfp8_standard", "2 × NVIDIA H100", "2.13.0"),
-    }
-    assert not any(re.search("faster|tokens/s", title(one.figure)) for one in report_figures(judged))
-
-
 @pytest.fixture(scope="module")
 def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return study_of(tmp_path_factory.mktemp("h100"), lambda precision, seed: ON_H100)
+    return make_study(tmp_path_factory.mktemp("h100"))
 
 
 @pytest.mark.parametrize(
     ("other", "words", "of_the_loss"),
     [
+        ({"gpus": []}, "machine A processor, 2 cores, no GPU against 2 × NVIDIA H100", True),
         ({"gpus": B200}, "machine 2 × NVIDIA B200 against 2 × NVIDIA H100", True),
         ({"gpus": H100 * 4}, "machine 8 × NVIDIA H100 against 2 × NVIDIA H100", False),
         ({"gpus": [H100[0] | {"driver": "580.2"}] * 2}, "driver 580.2 against 570.1", False),
@@ -297,86 +198,90 @@ def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_gain_and_a_loss_depend_on(
     on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
-    for run in on_h100.glob("mxfp8_standard/*/*"):
-        write_json(run / "environment.json", ENVIRONMENT | ON_H100 | other)
+    usual = {"gpus": H100, "git_commit": "1111111"}
+    record_machine(on_h100, "bf16_standard/*", **usual)
+    record_machine(on_h100, "mxfp8_standard/*", **usual | other)
     judged = judge_study(on_h100)
-    assert judged.no_gain.get("MXFP8 + standard all-to-all") == words
+    assert (judged.no_gain.get(MXFP8, "")).split("; ")[0] == (words or "")
     assert bool(judged.gains) == (words is None)
     assert ("what computes the loss" in judged.verdicts[0].sentence()) == of_the_loss
 
 
-def test_one_run_on_another_machine_is_counted_apart(tmp_path: Path) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100} | (packages(torch="2.13.0") if seed == 4 else {}))
+def test_no_gain_is_claimed_between_machines_in_words_numbers_or_figures(study: Path) -> None:
+    record_machine(study, "mxfp8_standard/*", gpus=H100)
+    judged, side_by_side = judge_study(study), judge_paths([study, study / "bf16_standard"])
+    words = "machine 2 × NVIDIA H100 against A processor, 2 cores, no GPU"
+    claim = f"no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: {words}"
+    assert claim in judged.as_text()
+    assert "-50" not in judged.as_text()
+    assert "500 tokens/s per rank" in judged.as_text()
+    assert judged.comparable_tps.keys() == {"bf16_standard"}
+    assert "each rank is a CPU process in BF16 + standard all-to-all" in judged.speed_note
+    (gain,) = judged.to_json()["gains"]
+    assert (gain["percent"], words in gain["reason"]) == (None, True)
+    assert {(row["arm"], row["machine"]) for row in judged.to_json()["runs"]} == {
+        ("bf16_standard", "A processor, 2 cores, no GPU"),
+        ("mxfp8_standard", "2 × NVIDIA H100"),
+    }
+    assert not any(re.search("faster|tokens/s", title(one.figure)) for one in report_figures(judged))
+    speed = next(title(one.figure) for one in report_figures(side_by_side) if one.caption.startswith("Throughput"))
+    assert list(side_by_side.no_gain) == [MXFP8]
+    assert "logged 1,000 and 500 tokens/s, not on like machines: no gain is claimed" in speed
+
+
+def test_runs_of_an_arm_that_are_not_alike_have_no_gain_and_are_counted(study: Path) -> None:
+    record_machine(study, gpus=H100)
+    record_machine(study, "*/seed3", gpus=H100, **packages(torch="2.13.0"))
+    (run,) = (study / "mxfp8_standard" / "seed0").iterdir()
+    write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "native", "modules": ["layers.1"]})
     judged = judge_study(study)
-    words = "torch 2.14.0 in 4 runs, 2.13.0 in 1 run against 2.14.0 in 4 runs, 2.13.0 in 1 run"
-    assert judged.no_gain == {"MXFP8 + standard all-to-all": words}
-    assert words in judged.verdicts[0].sentence()
-    assert "torch 2.14.0 in 8 runs, 2.13.0 in 2 runs" in provenance(judged)["Software"]
+    own = "2.14.0 in 3 runs, 2.13.0 in 1 run"
+    kernels = "MXFP8 or NVFP4 kernels emulated in 3 runs, native in 1 run within one arm"
+    assert judged.no_gain == {MXFP8: f"torch {own} against {own}; {kernels}"}
+    assert f"torch {own} against {own}" in judged.verdicts[0].sentence()
+    assert "torch 2.14.0 in 6 runs, 2.13.0 in 2 runs" in provenance(judged)["Software"]
     assert provenance(judged)["Hardware"] == "2 × NVIDIA H100"
-    found = judge_paths([study, study / "bf16_standard"])
-    assert found.sides[0].settings.values["torch"] == "2.14.0 in 4 runs, 2.13.0 in 1 run"
-    beside_a_log = judge_paths([study, EXAMPLE_LOGS[0]]).no_gain["bf16_on_h100"]
-    assert "the runs of BF16 + standard all-to-all are not on like machines" in beside_a_log
+    report = judge_paths([study, EXAMPLE_LOGS[0]])
+    assert report.sides[0].settings.values["torch"] == own
+    assert "the runs of BF16 + standard all-to-all are not on like machines" in report.no_gain["bf16_on_h100"]
 
 
-def test_a_run_that_went_on_elsewhere_or_whose_machine_is_unknown_is_not_in_the_gain(tmp_path: Path) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100})
+def test_a_run_that_went_on_elsewhere_or_whose_machine_is_unknown_is_not_in_the_gain(study: Path) -> None:
+    record_machine(study, gpus=H100)
     for seed, later in ((0, {"gpus": B200, **packages(torch="2.13.0")}), (1, {"gpus": H100})):
         (run,) = (study / "mxfp8_standard" / f"seed{seed}").iterdir()
         write_json(run / "environment-2.json", ENVIRONMENT | later)
     judged = judge_study(study)
-    told = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with a different torch"
-    assert f"MXFP8 + standard all-to-all, {told}" in judged.notes
-    assert [one.n_seeds for one in judged.gains] == [4]
+    words = "seed 0: environment-2.json: a later start ran on 2 × NVIDIA B200 with a different torch"
+    assert f"{MXFP8}, {words}" in judged.notes
+    assert [one.n_seeds for one in judged.gains] == [3]
     (run / "environment.json").unlink()
     judged = judge_study(study)
-    assert ([one.n_seeds for one in judged.gains], judged.verdicts[0].n_seeds) == ([3], 5)
+    assert ([one.n_seeds for one in judged.gains], judged.verdicts[0].n_seeds) == ([2], 4)
 
 
-def test_hidden_gpus_make_no_gpu_machine(tmp_path: Path) -> None:
-    """``hardware: cpu`` hides the GPUs of the machine from its ranks; its record lists them all the same."""
-    for seed in SEEDS:
-        run = run_of(tmp_path, "bf16", seed, fields={"hardware": "cpu"})
-        write_json(run.path / "environment.json", ENVIRONMENT | {"gpus": H100})
+@pytest.mark.parametrize(
+    ("environment", "fields", "on_cpu", "hardware"),
+    [
+        # The record lists the GPUs that `hardware: cpu` hides from the ranks.
+        ({"gpus": H100}, {"hardware": "cpu"}, True, "A processor, 2 cores, no GPU"),
+        ({"gpu_problem": "nvidia-smi fails"}, {}, False, "A processor, 2 cores, GPUs unknown: nvidia-smi fails"),
+    ],
+)
+def test_a_machine_is_one_of_gpus_unless_its_ranks_saw_none(
+    tmp_path: Path, environment: dict[str, Any], fields: dict[str, Any], on_cpu: bool, hardware: str
+) -> None:
+    train(tmp_path / "s", "bf16", 0, **fields)
+    record_machine(tmp_path / "s", **environment)
     judged = judge_study(tmp_path / "s")
-    assert judged.on_cpu
-    assert provenance(judged)["Hardware"] == "A processor, 2 cores, no GPU"
-
-
-def test_gpus_that_nvidia_smi_could_not_name_are_no_cpu(tmp_path: Path) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpu_problem": "nvidia-smi fails (exit code 9)"})
-    judged = judge_study(study)
-    assert (judged.on_cpu, judged.gains) == (False, [])
-    assert "GPUs unknown: nvidia-smi fails (exit code 9)" in provenance(judged)["Hardware"]
-
-
-def test_kernels_that_differ_within_an_arm_give_no_gain(tmp_path: Path) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": B200})
-    (run,) = (study / "mxfp8_standard" / "seed0").iterdir()
-    write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "native", "modules": ["layers.1"]})
-    judged = judge_study(study)
-    assert judged.no_gain == {
-        "MXFP8 + standard all-to-all": "MXFP8 or NVFP4 kernels emulated in 4 runs, native in 1 run within one arm"
-    }
-
-
-def test_sides_of_other_machines_have_no_ratio(tmp_path: Path) -> None:
-    study = study_of(tmp_path, lambda precision, seed: {"gpus": H100 if precision == "bf16" else B200})
-    found = judge_paths([study, study / "bf16_standard"])
-    assert found.study is None
-    assert list(found.no_gain) == ["MXFP8 + standard all-to-all"]
-    assert "machine 2 × NVIDIA B200 against 2 × NVIDIA H100" in found.speed_note
-    speed = next(title(one.figure) for one in report_figures(found) if one.caption.startswith("Throughput"))
-    assert "logged 9,000 and 1,000 tokens/s, not on like machines: no gain is claimed" in speed
-    assert {row["machine"] for row in found.to_json()["runs"]} == {"2 × NVIDIA H100", "2 × NVIDIA B200"}
+    assert (judged.on_cpu, judged.gains, provenance(judged)["Hardware"]) == (on_cpu, [], hardware)
 
 
 def test_the_memory_of_repeated_steps_is_the_largest(tmp_path: Path) -> None:
     """Lines without times, those of one rank after those of another: the fullest rank came first."""
-    run = run_of(tmp_path, "bf16", 0)
+    run = train(tmp_path / "s")
     lines = [line.split(" - INFO - ")[1] for line in run.log.read_text().splitlines()]
     fuller = [line.replace("1.50GiB(0.75%)", "9.25GiB(50.0%)") for line in lines]
     run.log.write_text("\n".join([*fuller, *lines]))
-    one = collect_and_save(run)
+    assert collect_and_save(run).finished
     assert '"memory_gib_peak": 9.25' in (run.path / "results.json").read_text()
-    assert one.finished

@@ -1,3 +1,5 @@
+"""Throughput of an arm, gains and how they compose, against scipy; and how arms are named."""
+
 import math
 
 import numpy as np
@@ -14,7 +16,7 @@ from moelab.errors import BadInput
 def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -> pd.DataFrame:
     """One run an arm and seed: constant throughput, except three slow first steps."""
     rows = [
-        {"run": f"{arm}-{seed}", "arm": arm, "seed": seed, "segment": 0, "step": step, "loss": 5.0}
+        {"run": f"{arm}-{seed}-{tps}", "arm": arm, "seed": seed, "segment": 0, "step": step, "loss": 5.0}
         | {"tps": tps * (0.1 if step <= 3 else 1.0)}
         for arm, seeds in tps_by_arm.items()
         for seed, tps in seeds.items()
@@ -23,53 +25,40 @@ def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -
     return pd.DataFrame(rows)
 
 
-def test_warmup_is_discarded_and_a_slow_step_does_not_move_the_median():
-    table = throughput_table({"bf16_standard": {0: 1000.0}})
-    table.loc[table["step"] == 10, "tps"] = 1.0
-    (result,) = arm_throughput(table, warmup_steps=3)
-    assert (result.arm, result.tps_by_seed) == ("bf16_standard", {0: pytest.approx(1000.0)})
+def t_interval_of_logs(values) -> tuple[float, float]:
+    logs = np.log(values)
+    low, high = stats.t.interval(0.95, len(logs) - 1, loc=logs.mean(), scale=stats.sem(logs))
+    return pytest.approx((math.exp(low), math.exp(high)))
 
 
-def test_arm_throughput_is_the_geometric_mean_with_a_t_interval_in_logs():
+def test_arm_throughput_is_the_geometric_mean_of_medians_with_a_t_interval_in_logs():
     values = {0: 900.0, 1: 1000.0, 2: 1150.0}
     table = throughput_table({"bf16_standard": values}, steps=5)  # of which the first three are slow
     table.loc[table["step"] == 4, "tps"] *= 1.21
     values = {seed: 1.105 * tps for seed, tps in values.items()}
     (result,) = arm_throughput(table)
-    logs = np.log(list(values.values()))
-    low, high = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
+    assert (result.arm, result.tps_by_seed) == ("bf16_standard", pytest.approx(values))
     assert result.tps == pytest.approx(stats.gmean(list(values.values())))
-    assert (result.interval.low, result.interval.high) == pytest.approx((math.exp(low), math.exp(high)))
-    assert result.tps_by_seed == pytest.approx(values)
+    assert (result.interval.low, result.interval.high) == t_interval_of_logs(list(values.values()))
     assert "n = 3 seeds" in result.sentence()
 
 
-def test_runs_of_one_seed_are_one_value_their_geometric_mean():
-    runs = [throughput_table({"bf16_standard": {0: tps}}).assign(run=str(tps)) for tps in (512.0, 1000.0, 1728.0)]
-    (result,) = arm_throughput(pd.concat(runs))
+def test_runs_of_one_seed_are_one_value_their_geometric_mean_and_a_slow_step_does_not_move_their_median():
+    table = pd.concat([throughput_table({"bf16_standard": {0: tps}}) for tps in (512.0, 1000.0, 1728.0)])
+    table.loc[table["step"] == 10, "tps"] = 1.0
+    (result,) = arm_throughput(table)
     assert (result.n_seeds, result.tps) == (1, pytest.approx(960.0))
-    assert math.isnan(result.interval.low)
     assert "no interval, n = 1 seed" in result.sentence()
 
 
-def test_gain_is_paired_by_seed():
-    # The seeds differ by a factor of two, the ratio within a seed is exactly 1.32: only pairing sees that.
-    table = throughput_table(
-        {"bf16_standard": {0: 500.0, 1: 1000.0, 2: 700.0, 4: 0.0}, "bf16_deepep": {0: 660.0, 1: 1320.0, 3: 9.0, 4: 8.0}}
-    )  # a log rounds less than half a token to 0, of which nothing is a multiple
-    result = gain(table, baseline="bf16_standard", arm="bf16_deepep")
-    assert result.n_seeds == 2
-    assert result.percent == pytest.approx(32.0)
-    assert (result.interval.low, result.interval.high) == pytest.approx((1.32, 1.32))
-
-
-def test_gain_matches_scipy_on_log_ratios():
-    baseline, arm = {0: 500.0, 1: 520.0, 2: 490.0, 3: 505.0}, {0: 560.0, 1: 571.0, 2: 566.0, 3: 548.0}
-    result = gain(throughput_table({"b": baseline, "a": arm}), baseline="b", arm="a")
-    reference = stats.ttest_rel(np.log(list(arm.values())), np.log(list(baseline.values()))).confidence_interval(0.95)
-    assert (result.interval.low, result.interval.high) == pytest.approx(
-        (math.exp(reference.low), math.exp(reference.high))
-    )
+def test_a_gain_is_the_ratio_within_a_seed():
+    """The seeds differ by a factor of two, which only pairing sees; nothing is a multiple of a rate rounded to 0."""
+    baseline, arm = {0: 500.0, 1: 1000.0, 2: 490.0, 3: 505.0}, {0: 560.0, 1: 1142.0, 2: 566.0, 3: 548.0}
+    table = throughput_table({"b": baseline | {4: 700.0, 6: 0.0}, "a": arm | {5: 9.0, 6: 8.0}})
+    result = gain(table, baseline="b", arm="a")
+    ratios = [arm[seed] / baseline[seed] for seed in baseline]
+    assert (result.n_seeds, result.percent) == (4, pytest.approx(100 * (stats.gmean(ratios) - 1)))
+    assert (result.interval.low, result.interval.high) == t_interval_of_logs(ratios)
 
 
 @pytest.mark.parametrize(
@@ -82,35 +71,27 @@ def test_gain_matches_scipy_on_log_ratios():
     ],
 )
 def test_an_interaction_is_the_product_of_the_gains_in_logs(both, resolved, words):
-    seeds = {7: 500.0, 2: 1000.0, 3: 700.0}
-    tps = {
-        "b": seeds,
-        "p": {i: 1.3 * x for i, x in seeds.items()} | {9: 1.0},
-        "q": {i: 1.1 * x for i, x in seeds.items()},
-    }
-    tps["both"] = {i: by * seeds[i] for i, by in zip(seeds, both, strict=False)}
-    found = interaction(tps, baseline="b", first="p", second="q", both="both", unit="passes")
-    logs = np.log(np.array(both) / 1.43)
-    assert (found.ratio, found.units) == (pytest.approx(math.exp(logs.mean())), len(both))
-    assert found.resolved is resolved
-    assert words in found.sentence()
-    assert f"{found.percent:+.1f} %" in found.sentence()
+    base = {7: 500.0, 2: 1000.0, 3: 700.0}
+    first, second = ({i: by * x for i, x in base.items()} for by in (1.3, 1.1))
+    tps = {"b": base, "p": first | {9: 1.0}, "q": second}
+    tps["both"] = {i: by * base[i] for i, by in zip(base, both, strict=False)}
+    arms = {"baseline": "b", "first": "p", "second": "q", "both": "both"}
+    result = interaction(tps, **arms, unit="passes")
+    assert (result.ratio, result.units) == (pytest.approx(stats.gmean(both) / 1.43), len(both))
+    assert (result.resolved, words in result.sentence()) == (resolved, True)
+    assert f"{result.percent:+.1f} %" in result.sentence()
     if len(both) > 1:
-        expected = stats.t.interval(0.95, 2, loc=logs.mean(), scale=stats.sem(logs))
-        assert (found.interval.low, found.interval.high) == pytest.approx(np.exp(expected))
-        assert f"{found.interval.percent.words('+.1f', ' %')}, n = 3 passes" in found.sentence()
+        assert (result.interval.low, result.interval.high) == t_interval_of_logs(np.array(both) / 1.43)
+        assert f"{result.interval.percent.words('+.1f', ' %')}, n = 3 passes" in result.sentence()
     for arm in tps:
         with pytest.raises(BadInput, match=f"arm '{arm}' has no throughput"):
-            interaction({k: v for k, v in tps.items() if k != arm}, baseline="b", first="p", second="q", both="both")
+            interaction({k: v for k, v in tps.items() if k != arm}, **arms)
         with pytest.raises(BadInput, match="none of the seeds has all of"):
-            interaction(tps | {arm: {8: 1.0}}, baseline="b", first="p", second="q", both="both")
+            interaction(tps | {arm: {8: 1.0}}, **arms)
 
 
-def test_gain_of_one_seed_is_not_resolved():
-    table = throughput_table({"b": {0: 1.0}, "a": {0: 2.0}}, steps=5)
-    table.loc[table["step"] == 4, "tps"] *= [1.0, 3.0]  # b and a: the medians are 1 and 4
-    result = gain(table, baseline="b", arm="a")
-    assert result.ratio == pytest.approx(4.0)
+def test_gain_of_one_seed_or_of_none_is_not_resolved():
+    result = gain(throughput_table({"b": {0: 1.0}, "a": {0: 4.0}}), baseline="b", arm="a")
     assert result.sentence() == "a over b: +300.0 % tokens/s (no interval, n = 1 seed)"
     assert not result.resolved
     like = {0: 500.0, 1: 520.0}
@@ -119,18 +100,18 @@ def test_gain_of_one_seed_is_not_resolved():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("columns", "options", "message"),
     [
-        (lambda t: arm_throughput(t, warmup_steps=20), "lower warmup_steps"),
-        (lambda t: arm_throughput(t.assign(seed=math.nan)), "rows without seed"),
-        (lambda t: gain(t, baseline="bf16_standard", arm="none"), "the arms are"),
-        (lambda t: gain(t, baseline="bf16_standard", arm="other"), "no seed in common"),
+        ({}, {"warmup_steps": 20}, "lower warmup_steps"),
+        ({"seed": math.nan}, {}, "rows without seed"),
+        ({}, {"arm": "none"}, "the arms are"),
+        ({}, {}, "no seed in common"),
     ],
 )
-def test_bad_input_says_what_to_do(call, message):
-    table = throughput_table({"bf16_standard": {0: 1000.0}, "other": {7: 1000.0}})
+def test_bad_input_says_what_to_do(columns, options, message):
+    table = throughput_table({"bf16_standard": {0: 1000.0}, "other": {7: 1000.0}}).assign(**columns)
     with pytest.raises(BadInput, match=message):
-        call(table)
+        gain(table, **{"baseline": "bf16_standard", "arm": "other"} | options)
 
 
 def test_published_gains_follow_from_the_published_throughputs():

@@ -25,13 +25,12 @@ from moelab.mxfp8.errors import (
     sqnr_db,
     synthetic,
 )
-from moelab.mxfp8.formats import E5M2, MX, NVFP4, SCALINGS
+from moelab.mxfp8.formats import E4M3, E5M2, MX, NVFP4, SCALINGS
 from moelab.viz.mxfp8 import (
     DGRAD,
     FORWARD,
     MXFP8,
     PATH,
-    ROUNDING,
     WGRAD,
     Choice,
     QuantisationExplorer,
@@ -148,8 +147,8 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_alone() -> None:
     figure = largest_number_error(amax, errors)
     assert {trace.name for trace in figure.data} == {"FLOOR", "EVEN", "CEIL", "RCEIL"}
     assert "RCEIL and CEIL never do" in title(figure)
-    assert min(errors["rceil"]) == pytest.approx(-ROUNDING), "the worst rounding, which the subtitle names"
-    assert f"±{100 * ROUNDING:.2f} % (1/17)" in title(figure)
+    assert min(errors["rceil"]) == pytest.approx(-E4M3.rounding_percent / 100)
+    assert f"±{E4M3.rounding_percent:.2f} % (1/17)" in title(figure)
 
 
 def test_method_figure_draws_every_number_that_is_finite() -> None:

@@ -27,6 +27,19 @@ class FinalLosses:
     first_step: int = 0  # both are 0 where the losses are of held-out text
     last_step: int = 0
 
+    def means(self) -> tuple[dict[str, float], set[int]]:
+        """Mean of each arm that has a loss, over the seeds that all of these have, and those seeds.
+
+        Where none is common to all, each mean is over the arm's own.
+        """
+        known = {arm: one.losses for arm, one in self.seeds.items() if one.losses}
+        # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
+        common = set.intersection(*map(set, known.values())) if known else set()
+        return {
+            arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))
+            for arm, losses in known.items()
+        }, common
+
 
 def first_final_step(last_step: int, final_fraction: float) -> int:
     """Where the last part of the steps begins, which is one step at least.

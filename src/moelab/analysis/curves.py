@@ -10,6 +10,7 @@ import pandas as pd
 from scipy import stats
 
 from moelab.analysis.arms import require_names, require_one_run_a_seed
+from moelab.analysis.verdict import Verdict
 from moelab.runs.table import merge_segments
 
 POINTS_DRAWN = 600
@@ -41,14 +42,27 @@ def arm_curves(table: pd.DataFrame, column: str) -> dict[str, pd.DataFrame]:
     return {str(arm): seed_curves(table, str(arm), column) for arm in sorted(table["arm"].unique())}
 
 
-def finished(curves: pd.DataFrame) -> pd.DataFrame:
-    """Seeds that reach the last step; a mean that loses a seed on the way would jump."""
-    return curves.loc[:, curves.notna().iloc[-1]]
+def averaged_seeds(curves: pd.DataFrame) -> pd.DataFrame:
+    """Seeds that reach the last step; where none does, all seeds at the steps that all logged."""
+    done = curves.loc[:, curves.notna().iloc[-1]]  # a mean that loses a seed on the way would jump
+    return curves.dropna() if done.empty else done
 
 
-def smooth(curves: pd.DataFrame, window: int) -> pd.DataFrame:
-    """Trailing mean of each seed over ``window`` logged steps; the first steps are averaged over what there is."""
-    return curves.rolling(window, min_periods=1).mean() if window > 1 else curves
+def mean_curve(curves: pd.DataFrame, window: int) -> pd.Series[float]:
+    """Mean over seeds, each a trailing mean over ``window`` logged steps; the first steps over what there is."""
+    return (curves.rolling(window, min_periods=1).mean() if window > 1 else curves).mean(axis=1)
+
+
+def paired_difference(table: pd.DataFrame, verdict: Verdict) -> pd.DataFrame:
+    """Loss of a verdict's arm minus the reference's, of each judged seed, over a trailing window.
+
+    The window is that of the final losses, so the last row is what was judged.
+    """
+    assert verdict.steps is not None  # None is of a held-out loss, which has no curve
+    (first, last), seeds = verdict.steps, list(verdict.seeds)
+    # Runs side by side may log other steps; a window counts those that all have.
+    difference = (seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]).dropna()
+    return difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
 
 
 def smoothing_window(curves: pd.DataFrame) -> int:

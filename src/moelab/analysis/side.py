@@ -145,6 +145,42 @@ class Side:
         return seconds[seconds > 0].to_numpy(dtype=float)  # a clock that was set back
 
     @property
+    def tps_percentiles(self) -> tuple[float, ...]:
+        """The 5th, 25th, 50th, 75th and 95th percentile of :attr:`tps`."""
+        return tuple(np.percentile(self.tps, [5, 25, 50, 75, 95]).tolist())
+
+    @property
+    def step_time_tail(self) -> float:
+        """Time that one step in twenty takes or more, over the median."""
+        return float(np.percentile(self.step_time_s, 95)) / median(self.step_time_s)
+
+    @property
+    def step_time_shares(self) -> tuple[Array, Array]:
+        """Percent of the steps, from 0 to 100, and seconds that as many took at most."""
+        shares = np.linspace(0.0, 1.0, 101)
+        # Of the definitions the one that gives times which steps took, not values between two of them.
+        return 100 * shares, np.quantile(self.step_time_s, shares, method="inverted_cdf")
+
+    @cached_property
+    def training_means(self) -> pd.DataFrame:
+        """``grad_norm`` and ``lr`` over steps, means over the runs; a norm that is not finite does not count."""
+        rows = merge_segments(self.table).replace([math.inf, -math.inf], math.nan)
+        return rows.groupby("step")[["grad_norm", "lr"]].mean()
+
+    @property
+    def final_grad_norm(self) -> float:
+        """Median over the last tenth of the steps that logged one; NaN of none."""
+        norms = self.training_means["grad_norm"].dropna().to_numpy(dtype=float)
+        return median(norms[-max(1, len(norms) // 10) :])
+
+    @property
+    def grad_norm_peak(self) -> float:
+        """The largest gradient norm over the median; NaN where there is none, or the median is 0."""
+        norms = self.training_means["grad_norm"].dropna().to_numpy(dtype=float)
+        middle = median(norms)
+        return float(norms.max()) / middle if middle > 0 else math.nan
+
+    @property
     def last_step(self) -> int:
         """Last step that any of its runs logged."""
         return max(run.last_step for run in self.runs)
@@ -247,6 +283,11 @@ class Side:
         verb = "is at" if run.status.state is State.RUNNING else "ended at"
         state = "" if from_elsewhere else f" ({run.status.reason or run.status.state})"
         return f"{verb} step {run.last_step} of {planned}{state}"
+
+
+def speed_ratio(side: Side, reference: Side) -> float:
+    """Median tokens per second over the other's; NaN where one logged none."""
+    return median(side.tps) / median(reference.tps)
 
 
 def median(values: Array) -> float:

@@ -78,6 +78,13 @@ class ArmResult:
         return two_by_two_label(self.arm)
 
     @property
+    def ratio_ends(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of its steps over stock; for a result that has a ratio."""
+        assert self.ratio is not None
+        stock_tps = self.tps / self.ratio
+        return self.low / stock_tps, self.tps / stock_tps, self.high / stock_tps
+
+    @property
     def setting(self) -> str:
         """The shape and the checkpointing that the arm and stock share, in words."""
         return f"{self.shape}, {checkpointing_words(self.activation_checkpoint)}"

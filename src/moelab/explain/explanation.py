@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -202,6 +202,74 @@ class Explanation:
             "traced_edges_ms": self.edge_ms,
             "notes": list(self.notes),
         }
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A part of the timeline, ms after the first event: what runs in it, and what its time is made of."""
+
+    first_ms: float
+    last_ms: float
+    compute_ms: float
+    busy_ms: float
+    events: Rows  # those that reach into it, as in the timeline
+    host: Rows
+
+    @property
+    def exposed_ms(self) -> float:
+        """Communication that no compute hides."""
+        return self.busy_ms - self.compute_ms
+
+    @property
+    def idle_ms(self) -> float:
+        """Nothing runs."""
+        return self.last_ms - self.first_ms - self.busy_ms
+
+
+def stretch_of(explained: Explanation, *, layer: int | None = None, phase: str | None = None) -> Stretch:
+    """The time of a layer, or of one pass of it, with all that runs in it; the whole step without a layer.
+
+    Raises:
+        BadInput: if the trace does not tell layers, or has no such layer or pass.
+    """
+    rows, labels = explained.timeline, explained.labels
+    first, last = 0.0, explained.span_ms
+    if layer is not None:
+        chosen = rows["layer"] == layer
+        if phase is not None:
+            chosen &= rows["phase"] == labels["phase"].index(phase)
+        # Its products alone: FSDP's collectives and casts run ahead, in the time of other layers.
+        products = [labels["part"].index(part) for part in ("other GEMMs", "attention", "expert GEMMs")]
+        chosen &= np.isin(rows["part"], products)
+        if not chosen.any():
+            there = ", ".join(map(str, explained.layers_ms)) or "none, as no annotation of FSDP names them"
+            raise BadInput(f"layer {layer}{f', {phase},' if phase else ''} is not in this trace; layers: {there}")
+        first, last = float(rows["start"][chosen].min()), float(rows["end"][chosen].max())
+    events, host = (
+        of[(of["end"] >= first) & (of["start"] <= last)] for of in (explained.timeline, explained.host_timeline)
+    )
+    begins, ends = np.maximum(events["start"], first), np.minimum(events["end"], last)
+    is_compute = np.isin(events["part"], [n for n, part in enumerate(labels["part"]) if part not in COMMUNICATION])
+    compute_ms, busy_ms = length_us(begins[is_compute], ends[is_compute]), length_us(begins, ends)  # of ms, so ms
+    return Stretch(first, last, compute_ms, busy_ms, events, host)
+
+
+def hidden_communication(explained: Iterable[Explanation]) -> tuple[float, float]:
+    """Communication of steps together, ms, and the share of it that compute hides; no barriers of tracing."""
+    rows = [one for step in explained for one in step.step_communication]
+    total_ms, exposed_ms = sum(one.ms for one in rows), sum(one.exposed_ms for one in rows)
+    return total_ms, 1 - exposed_ms / total_ms if total_ms else 0.0
+
+
+def idle_together(explained: Collection[Explanation]) -> tuple[float, dict[tuple[str, str], float]]:
+    """Share of steps together in which nothing runs, and of it the share of each cause and place, the largest first."""
+    idle_ms, step_ms = (sum(getattr(one, key) for one in explained) for key in ("idle_ms", "step_ms"))
+    of_place: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for step in explained:
+        for gap in step.gaps:
+            of_place[gap.cause, gap.where] += gap.idle_ms
+    longest = sorted(of_place.items(), key=lambda item: -item[1])
+    return idle_ms / step_ms, {place: ms / idle_ms for place, ms in longest}
 
 
 class _Met(NamedTuple):

@@ -27,6 +27,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -185,6 +187,11 @@ class StoredNumbers:
             (back - value) / value if value else 0.0 for value, back in zip(self.values, self.read_back, strict=True)
         )
 
+    @property
+    def worst_error(self) -> float:
+        """The largest of :attr:`errors`, without its sign."""
+        return max(map(abs, self.errors))
+
     def to_frame(self) -> pd.DataFrame:
         """A row for each number: value, value over its block's scale, the code's bits, what is read back, error."""
         element, bits = self.number_format.element, self.code_bits
@@ -304,6 +311,18 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
     return rows
 
 
+def worst_block_costs_db(rows: Iterable[ErrorRow], method: str, than: str) -> list[float]:
+    """What the worst blocks of each tensor lose more by one method than by another, dB."""
+    by = {(row.data, row.method): row.worst_blocks_db for row in rows}
+    return [by[data, than] - worst for (data, name), worst in by.items() if name == method]
+
+
+def rounded_shares(numbers: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """Whole numbers that rounding makes of these, ascending, and the share of each."""
+    values, counts = np.unique(np.round(numbers), return_counts=True)
+    return values, counts / len(numbers)
+
+
 # Products
 
 
@@ -341,7 +360,7 @@ class GemmRow:
     """SQNR in dB of one product of one weight by one method, against float64."""
 
     weight: str
-    product: str
+    product: Product
     method: str
     label: str
     sqnr_db: float
@@ -360,9 +379,16 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
             cast = _products(gemm, partial(cast_product, method=method))
             for product in PRODUCTS:
                 sqnr = sqnr_db(exact[product], cast[product])
-                about = {"weight": gemm.name, "product": product, "method": method.name, "label": method.label}
-                rows.append(GemmRow(**about, sqnr_db=sqnr))
+                about = {"weight": gemm.name, "method": method.name, "label": method.label}
+                rows.append(GemmRow(**about, product=product, sqnr_db=sqnr))
     return rows
+
+
+def product_costs_db(rows: Iterable[GemmRow], method: str, than: str) -> dict[tuple[str, Product], float]:
+    """What each product of each weight loses more by one method than by another, dB."""
+    by = {(row.weight, row.product, row.method): row.sqnr_db for row in rows}
+    mine = {(weight, product): own for (weight, product, name), own in by.items() if name == method}
+    return {place: by[*place, than] - own for place, own in mine.items()}
 
 
 def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, method: Method) -> torch.Tensor:

@@ -62,6 +62,11 @@ class Element:
     emin: int  # exponent of the smallest normal number
     mantissa_bits: int  # stored bits after the binary point
 
+    @property
+    def rounding_percent(self) -> float:
+        """Largest relative error of rounding a normal number: half a step, on the smallest number that has it."""
+        return 100 / (2 ** (self.mantissa_bits + 1) + 1)
+
 
 E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
 E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emax=15, emin=-14, mantissa_bits=2)

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Iterable
 from math import ceil
 from typing import Literal, NamedTuple
 
@@ -199,6 +200,14 @@ def cast_parts(m: float, n: int, k: int, groups: int, cast: str, rates: Rates, *
     wgrad_s = rates.scales_wgrad_s + rates.scales_row_s * m / groups if grouped else rates.scales_s
     times_s: dict[Direction, float] = {"forward": rates.scales_s, "dgrad": rates.scales_s, "wgrad": wgrad_s}
     return parts + [Part(name, "scales", time_s) for name, time_s in times_s.items()]
+
+
+def seconds_by_kind(parts: Iterable[Part]) -> dict[Kind, float]:
+    """Seconds of each kind of part, over the directions."""
+    seconds: dict[Kind, float] = {}
+    for part in parts:
+        seconds[part.kind] = seconds.get(part.kind, 0.0) + part.time_s
+    return seconds
 
 
 def grouped_time_s(

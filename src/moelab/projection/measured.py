@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -159,6 +159,43 @@ def load_predicted() -> dict[str, Any]:
     return read_json(f"measured/{PREDICTED}.json")
 
 
+OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+"""Of rows of exchanges; :mod:`moelab.deepep.benchmark_cases`, which measures them, loads torch."""
+
+
+class FourExchanges(NamedTuple):
+    """A layer's four exchanges together, ms: of the standard all-to-all, and of the fastest other arm."""
+
+    standard_ms: float
+    fastest: str
+    fastest_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the fastest is."""
+        return self.standard_ms / self.fastest_ms
+
+
+def four_exchanges(rows: Iterable[Row], arms: Collection[str]) -> FourExchanges | None:
+    """Medians of one size and routing, added up; None where the standard arm or all others lack an operation."""
+    medians = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
+    sums_ms = {
+        arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
+        for arm in arms
+        if all((arm, operation) in medians for operation in OPERATIONS)
+    }
+    standard_ms = sums_ms.pop("standard bf16", None)
+    if standard_ms is None or not sums_ms:
+        return None
+    fastest = min(sums_ms, key=sums_ms.__getitem__)
+    return FourExchanges(standard_ms, fastest, sums_ms[fastest])
+
+
+def payload_gb_s(row: Row) -> float:
+    """What of an exchange crosses between ranks, over the time of the whole operation."""
+    return float(row["physical_bytes"] / row["us_median"] / 1e3)  # bytes a µs are 1e-3 GB/s
+
+
 class Place(NamedTuple):
     """What one figure of a full node is of."""
 
@@ -185,6 +222,43 @@ def node_results(full_node: Measurement, two_by_two: Measurement) -> dict[Place,
             of_degree = arm_results(row for row in rows if row["ep"] == ep)
             results |= {Place(one.shape, ep, one.routing, one.arm): one for one in of_degree}
     return results
+
+
+Ends = tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGains:
+    """Gains over stock at the same degree, each with its ends: predicted before, and measured where that was done."""
+
+    predicted: Mapping[Place, Ends]  # with the 90 % interval
+    measured: Mapping[Place, Ends]  # with quartiles over all steps
+
+    @property
+    def within(self) -> int:
+        """How many of the measured lie in their interval."""
+        ends = [(self.predicted[place], gain) for place, (_, gain, _) in self.measured.items()]
+        return sum(low <= gain <= high for (low, _, high), gain in ends)
+
+
+def node_gains(
+    predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement, arms: Collection[str]
+) -> NodeGains:
+    """Gains of arms at :data:`SCALING` on the GPUs of the node or, while none was measured, of the two-by-two.
+
+    ``predicted`` is the content of :data:`PREDICTED`.
+    """
+    hardware = hardware_of(full_node if full_node.rows else two_by_two)
+    expected = {
+        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
+        for row in predicted["rows"]
+        if (row["hardware"], row["shape"]) == (hardware, SCALING) and row["arm"] in arms
+        for low, high in [row["gain_interval"]]
+    }
+    results = node_results(full_node, two_by_two).items()
+    return NodeGains(
+        predicted=expected, measured={at: one.ratio_ends for at, one in results if at in expected and one.ratio}
+    )
 
 
 # Constants of a node

@@ -49,7 +49,7 @@ class Projection:
     @property
     def step_time_s(self) -> float:
         """Seconds of a step."""
-        return sum(self.breakdown_s.values())
+        return step_s(self.breakdown_s)
 
     @property
     def tps(self) -> float:
@@ -104,6 +104,32 @@ class Projection:
             "hardware": self.cluster.name,
             "stack": self.job.stack.name,
         }
+
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "expert GEMMs": ("expert GEMMs",),
+    "attention and other GEMMs": ("attention", "other GEMMs"),
+    "quantisation": ("quantisation",),
+    "permutation, memory-bound, optimizer": ("permutation and padding", "memory-bound", "optimizer"),
+    "all-to-all": ("all-to-all",),
+    "TP, CP and FSDP collectives": (
+        "tensor-parallel collectives",
+        "context-parallel collectives",
+        "FSDP collectives",
+    ),
+    "host, bubble, stragglers": ("host and waiting", "pipeline bubble", "imbalance and stragglers"),
+}
+"""Parts of a step as people compare arms by them."""
+
+
+def step_s(parts_s: Mapping[str, float]) -> float:
+    """Seconds of a whole step, whose parts follow one another."""
+    return sum(parts_s.values())
+
+
+def group_s(parts_s: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of a step by :data:`GROUPS`."""
+    return {name: sum(parts_s[part] for part in parts) for name, parts in GROUPS.items()}
 
 
 def project(

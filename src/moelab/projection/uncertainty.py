@@ -27,6 +27,10 @@ class Estimate:
     low: float
     high: float
 
+    def error(self, known: float) -> float:
+        """How far the value is above what is known, as a part of that."""
+        return self.value / known - 1
+
 
 SYSTEM_SPREAD = 0.09
 """Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half

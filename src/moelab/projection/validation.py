@@ -104,6 +104,12 @@ class Change:
     tps: float
 
 
+def added_tps(changes: Sequence[Change]) -> list[float]:
+    """What each change adds to the tokens/s/GPU of the one before; the first is whole."""
+    before = [0.0, *(change.tps for change in changes[:-1])]
+    return [change.tps - start for change, start in zip(changes, before, strict=True)]
+
+
 def waterfall() -> tuple[Change, ...]:
     """The way from 918 to 3,328 tokens/s/GPU on 256 B200, one change after another; the published arm first."""
     return tuple(Change(**change) for change in _packaged()["waterfall"])

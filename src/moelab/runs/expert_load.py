@@ -73,6 +73,17 @@ class ExpertLoad:
             raise BadInput(f"ep is {ep}, which does not divide the {experts} experts whose load was recorded")
         return _over_mean(self.tokens_SLE.reshape(steps, layers, ep, -1).sum(axis=-1))
 
+    def busiest_rank_over_layers(self, ep: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """:meth:`busiest_rank_SL` of the worst layer of each step and of the median one, each ``(S,)``."""
+        ranks_SL = self.busiest_rank_SL(ep)
+        return ranks_SL.max(axis=1), np.median(ranks_SL, axis=1)
+
+    @property
+    def idle_percent_S(self) -> npt.NDArray[np.float64]:
+        """Experts of all layers that got no token in a step, of all experts, in percent ``(S,)``."""
+        idle: npt.NDArray[np.float64] = 100 * (self.tokens_SLE == 0).mean(axis=(1, 2))
+        return idle
+
     def shares_E(self, ep: int) -> npt.NDArray[np.float64]:
         """Share of a layer's rows that each expert got in the last fifth of the recorded steps ``(E,)``.
 

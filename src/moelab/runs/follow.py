@@ -51,6 +51,12 @@ class RankTable:
     step_time_s: np.ndarray[Any, np.dtype[np.float64]]
     memory_gib: np.ndarray[Any, np.dtype[np.float64]]  # of shape (R,): what its newest line shows
 
+    @property
+    def median_step_s(self) -> float:
+        """Over all steps and ranks; NaN where no rank has printed two steps."""
+        known = self.step_time_s[np.isfinite(self.step_time_s)]
+        return float(np.median(known)) if len(known) else math.nan
+
     @classmethod
     def empty(cls) -> RankTable:
         """Of one rank that has said nothing."""
@@ -204,6 +210,11 @@ class RunNow:
     memory_gib: float  # of the fullest rank
     step_time_s: float  # over the last two logged steps
     segments: int  # launches that logged a step
+
+    @property
+    def done(self) -> float:
+        """Trained part of the planned steps; 0 where these are not known."""
+        return self.step / self.steps if self.steps else 0.0
 
     @property
     def left_s(self) -> float:

@@ -20,7 +20,7 @@ import pandas as pd
 import moelab
 from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.compare_runs import differing_values, shared_values
-from moelab.analysis.side import median, quartiles
+from moelab.analysis.side import median, quartiles, speed_ratio
 from moelab.errors import BadInput
 from moelab.runs.collect import WARMUP_STEPS
 from moelab.runs.settings import spread
@@ -334,7 +334,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     """The runs, their step times and their MFU."""
     from moelab.viz import Table
 
-    sides, first_tps = judged.sides, median(judged.reference.tps)
+    sides = judged.sides
     columns = {  # and the digits after the point
         "run": 0,
         "seeds": 0,
@@ -361,7 +361,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
                 side.held_out_nats,
                 median(side.tps),
                 f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                math.nan if side.label in judged.no_gain else median(side.tps) / first_tps,
+                math.nan if side.label in judged.no_gain else speed_ratio(side, judged.reference),
                 side.memory_gib,
                 side.memory_percent,
             ]

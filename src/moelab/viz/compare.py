@@ -15,13 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
 from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences, speed_differences
-from moelab.analysis.side import Side, median
-from moelab.runs.table import merge_segments
+from moelab.analysis.side import Side, median, speed_ratio
 from moelab.viz.draw import draw_band, draw_mean, list_rows, over_steps, panels
 from moelab.viz.study import thinning_words
 from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap
@@ -68,16 +66,14 @@ def compared_difference(
 def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
     """Gradient norm of every side over its steps, and the learning rate where it was logged; means over runs."""
     columns = {"grad_norm": "gradient norm", "lr": "learning rate"}
-    rows = {side.label: merge_segments(side.table).replace([math.inf, -math.inf], math.nan) for side in sides}
-    means = {label: table.groupby("step")[list(columns)].mean() for label, table in rows.items()}
-    norms = {label: norm for label, mean in means.items() if len(norm := mean["grad_norm"].dropna())}
-    ends = {label: norm.iloc[-max(1, len(norm) // 10) :].median() for label, norm in norms.items()}
-    spikes = {label: norm.max() / norm.median() for label, norm in norms.items() if norm.median() > 0}
-    worst = max(spikes, key=spikes.__getitem__, default="")
-    spike = f"; it rises to {spikes[worst]:.3g} times its median in {worst}" if spikes.get(worst, 0.0) > 2 else ""
+    means = {side.label: side.training_means for side in sides}
+    ends = [side.final_grad_norm for side in sides if math.isfinite(side.final_grad_norm)]
+    peaks = {side.label: side.grad_norm_peak for side in sides if math.isfinite(side.grad_norm_peak)}
+    worst = max(peaks, key=peaks.__getitem__, default="")
+    spike = f"; it rises to {peaks[worst]:.3g} times its median in {worst}" if peaks.get(worst, 0.0) > 2 else ""
     shown = {name: title for name, title in columns.items() if any(mean[name].notna().any() for mean in means.values())}
     figure = panels(
-        f"The gradient norm ends at {span(ends.values(), '.3g')}{spike}",
+        f"The gradient norm ends at {span(ends, '.3g')}{spike}",
         list(shown.values()),
         subtitle="Mean over the runs of each side; the end is the median of the last tenth of the logged steps.",
         note=note,
@@ -89,7 +85,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
         for label, mean in means.items():
             draw_mean(figure, mean[name].dropna(), styles[label], **axes)
         figure.update_yaxes(rangemode="tozero", col=column)
-    figure.update_yaxes(**_log_axis(pd.concat(list(norms.values())) if norms else pd.Series(dtype=float)), col=1)
+    figure.update_yaxes(**_log_axis(np.concatenate([mean["grad_norm"] for mean in means.values()])), col=1)
     return figure.update_xaxes(title_text="step").update_layout(hovermode="x unified")
 
 
@@ -104,7 +100,7 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
     figure = new_figure(_throughput_finding(sides), subtitle=subtitle, note=note, height=190 + ROW_PX * len(sides))
     for side in sides:
         style = styles[side.label]
-        low, first, middle, third, high = np.percentile(side.tps, [5, 25, 50, 75, 95])
+        low, first, middle, third, high = side.tps_percentiles
         figure.add_box(
             y=[wrap(side.label, LABEL_CHARACTERS)],
             **{"lowerfence": [low], "q1": [first], "median": [middle], "q3": [third], "upperfence": [high]},
@@ -119,21 +115,18 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
 
 def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
     """How step times are distributed: the share of steps that took at most so long."""
-    tails = {side.label: float(np.percentile(side.step_time_s, 95)) / median(side.step_time_s) for side in sides}
-    worst = max(tails, key=tails.__getitem__)
+    worst = max(sides, key=lambda side: side.step_time_tail)
     figure = new_figure(
-        f"{worst}: one step in twenty takes {tails[worst]:.2f} times the median or more",
+        f"{worst.label}: one step in twenty takes {worst.step_time_tail:.2f} times the median or more",
         subtitle="From one logged step to the next, by the log's clock: validations and checkpoints count too. "
         "A steep line is a steady run; a tail to the right is steps that waited.",
         note=note,
     )
-    share = np.linspace(0.0, 1.0, 101)
     for side in sides:
-        style = styles[side.label]
-        seconds = np.quantile(side.step_time_s, share, method="inverted_cdf")
+        style, (percent, seconds) = styles[side.label], side.step_time_shares
         line = {**style.line(), "shape": "hv"}
         reading = "%{y:.0f} % of steps within %{x:.3g} s"
-        figure.add_scatter(x=seconds, y=100 * share, mode="lines", line=line, name=style.label, hovertemplate=reading)
+        figure.add_scatter(x=seconds, y=percent, mode="lines", line=line, name=style.label, hovertemplate=reading)
     everything = np.concatenate([side.step_time_s for side in sides])
     if everything.max() > 10 * everything.min():
         figure.update_xaxes(**_log_axis(everything))
@@ -189,7 +182,7 @@ def _throughput_finding(sides: Sequence[Side]) -> str:
         both = f"{middles[fast.label]:,.0f} and {middles[slow.label]:,.0f} tokens/s"
         why = "not on like machines" if machine_differences(fast, slow) else "not of the same work"
         return f"{fast.label} and {slow.label} logged {both}, {why}: no gain is claimed"
-    ratio = f"{middles[fast.label] / middles[slow.label]:.3g}"
+    ratio = f"{speed_ratio(fast, slow):.3g}"
     known = all("gpu" in side.settings.values for side in sides)
     if not known or any(side.emulated or side.on_cpu for side in sides):  # it may say nothing of a GPU
         return f"{fast.label} logged {ratio} times the tokens/s per GPU of {slow.label}"

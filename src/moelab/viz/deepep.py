@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -22,8 +22,19 @@ from moelab.analysis.two_by_two import (
     two_by_two_label,
 )
 from moelab.projection.exchange import QuotedBandwidth
-from moelab.projection.measured import EP_DEGREES, ROUTINGS, SCALING, Measurement, Place, Row, hardware_of, node_results
-from moelab.projection.traffic import Pass
+from moelab.projection.measured import (
+    EP_DEGREES,
+    OPERATIONS,
+    ROUTINGS,
+    SCALING,
+    Measurement,
+    Place,
+    Row,
+    four_exchanges,
+    node_gains,
+    payload_gb_s,
+)
+from moelab.projection.traffic import Pass, moved_gb, passes_ms
 from moelab.viz.draw import (
     draw_bars,
     draw_limit,
@@ -42,12 +53,9 @@ from moelab.viz.traffic import ROUTING_LABELS
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
 _PASS_COLORS = {"copy out": "#0072B2", "gather": "#56B4E9", "pad": "#D55E00", "quantise": "#E69F00"}
-OPERATIONS = {
-    "dispatch": "dispatch<br>fwd",
-    "combine": "combine<br>fwd",
-    "combine_backward": "combine<br>bwd",
-    "dispatch_backward": "dispatch<br>bwd",
-}
+_OPERATIONS = dict(
+    zip(OPERATIONS, ("dispatch<br>fwd", "combine<br>fwd", "combine<br>bwd", "dispatch<br>bwd"), strict=True)
+)
 _LINES = dict(zip(OPERATIONS, (("#0072B2", 5), ("#D55E00", 5), ("#009E73", 2), ("#CC79A7", 2)), strict=True))
 """Colour and width: ways there are broad and ways back thin, as they may lie on each other."""
 ARM_LOOKS = {
@@ -91,7 +99,7 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     Paths are of :func:`moelab.projection.traffic.gather_passes`; the bandwidth of the GPU's memory makes the time
     beside each bar; ``words`` say in the subtitle what the sizes are.
     """
-    totals_gb = {name: sum(one.moved_bytes for one in passes) / 1e9 for name, passes in paths.items()}
+    totals_gb = {name: moved_gb(passes) for name, passes in paths.items()}
     most, least = max(totals_gb.values()), min(totals_gb.values())
     figure = new_figure(
         f"From the wire to the experts: {most:.2f} GB over memory pass by pass, {least:.2f} GB in one",
@@ -100,10 +108,10 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
         height=380,
     )
     for step, color in _PASS_COLORS.items():
-        amounts = [sum(one.moved_bytes for one in passes if one.name == step) / 1e9 for passes in paths.values()]
+        amounts = [moved_gb(passes, step) for passes in paths.values()]
         draw_bars(figure, list(paths), amounts, step, "%{x:.2f} GB", marker_color=color)
     for name, total_gb in totals_gb.items():
-        text = f"<b>{total_gb:.2f} GB</b>, {total_gb / hbm_tb_s:.2f} ms"
+        text = f"<b>{total_gb:.2f} GB</b>, {passes_ms(paths[name], hbm_tb_s):.2f} ms"
         write_beside(figure, total_gb, name, text, px=6, size=13, color=INK)
     list_rows(figure, "GB read and written", barmode="stack", bargap=0.35)
     figure.update_yaxes(tickvals=list(paths), ticktext=[name.replace(": ", ":<br>") for name in paths])
@@ -120,12 +128,11 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     if not rows:
         return not_measured(measured, "Dispatch and combine")
     routings = list(dict.fromkeys(row["routing"] for row in rows))
-    sums = _sums_ms(row for row in rows if row["routing"] == routings[0])
     finding = "Time of dispatch and combine, forward and backward"
-    for standard_ms, fastest, fastest_ms in sums:
+    if four := four_exchanges((row for row in rows if row["routing"] == routings[0]), ARM_LOOKS):
         finding = (
-            f"{ARM_LOOKS[fastest][0]} takes {fastest_ms:.1f} ms for a layer's four exchanges, the standard all-to-all "
-            f"{standard_ms:.1f} ms ({ROUTING_LABELS[routings[0]]} routing)"
+            f"{ARM_LOOKS[four.fastest][0]} takes {four.fastest_ms:.1f} ms for a layer's four exchanges, the standard "
+            f"all-to-all {four.standard_ms:.1f} ms ({ROUTING_LABELS[routings[0]]} routing)"
         )
     figure = panels(
         finding,
@@ -141,7 +148,7 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
             times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
             if times:
                 figure.add_bar(
-                    x=[OPERATIONS[operation] for operation in times],
+                    x=[_OPERATIONS[operation] for operation in times],
                     y=[row["us_median"] / 1e3 for row in times.values()],
                     error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
                     marker_color=color,
@@ -149,7 +156,7 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
                     **in_panel(column, label) | {"legendgroup": arm, "showlegend": arm not in named},
                 )
                 named.add(arm)
-    order = [label for name, label in OPERATIONS.items() if any(row["operation"] == name for row in rows)]
+    order = [label for name, label in _OPERATIONS.items() if any(row["operation"] == name for row in rows)]
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
     figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
     figure.update_yaxes(title_text="ms", col=1)
@@ -166,13 +173,13 @@ def exchange_table(measured: Measurement) -> pd.DataFrame:
         {
             "layer": size,
             "routing": ROUTING_LABELS[routing],
-            "standard (ms)": round(standard_ms, 2),
-            "fastest (ms)": round(fastest_ms, 2),
-            "× as fast": round(standard_ms / fastest_ms, 2),
-            "fastest": ARM_LOOKS[fastest][0],
+            "standard (ms)": round(four.standard_ms, 2),
+            "fastest (ms)": round(four.fastest_ms, 2),
+            "× as fast": round(four.ratio, 2),
+            "fastest": ARM_LOOKS[four.fastest][0],
         }
         for (size, routing), rows in groups.items()
-        for standard_ms, fastest, fastest_ms in _sums_ms(rows)
+        if (four := four_exchanges(rows, ARM_LOOKS))
     )
 
 
@@ -192,10 +199,10 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
     lines = {of: [row for row in counted if kind(row) == of] for of in dict.fromkeys(map(kind, chosen))}
     rows = [row for line in lines.values() for row in line]
     copy_gb_s = (measured.content or {})["copies"]["between_ranks_gb_s"]
-    best = max(rows, key=_gb_s)
+    best = max(rows, key=payload_gb_s)
     figure = new_figure(
-        f"DeepEP reaches {_gb_s(best):.0f} GB/s with {best['sms']} multiprocessors, "
-        f"{100 * _gb_s(best) / copy_gb_s:.0f} % of a plain copy between the GPUs",
+        f"DeepEP reaches {payload_gb_s(best):.0f} GB/s with {best['sms']} multiprocessors, "
+        f"{100 * payload_gb_s(best) / copy_gb_s:.0f} % of a plain copy between the GPUs",
         subtitle=f"Payload that crosses, over the time of the whole operation; {_size_words(rows[0])}, "
         f"{ROUTING_LABELS[rows[0]['routing']]} routing. {measured.stamp}.",
         note=replayed(measured),
@@ -205,9 +212,9 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
         color, width = _LINES[operation]
         figure.add_scatter(
             x=[row["sms"] for row in line],
-            y=list(map(_gb_s, line)),
+            y=list(map(payload_gb_s, line)),
             mode="lines+markers",
-            name=f"{OPERATIONS[operation].replace('<br>', ' ')}, {precision.upper()}",
+            name=f"{_OPERATIONS[operation].replace('<br>', ' ')}, {precision.upper()}",
             line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
             hovertemplate="%{y:.0f} GB/s",
         )
@@ -217,10 +224,6 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
     figure.update_layout(hovermode="x unified")
     figure.update_xaxes(title_text="streaming multiprocessors", tickvals=sorted({row["sms"] for row in rows}))
     return figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
-
-
-def _gb_s(row: Row) -> float:
-    return float(row["physical_bytes"] / row["us_median"] / 1e3)
 
 
 def _of_size(measured: Measurement, size: str) -> list[Row]:
@@ -233,21 +236,6 @@ def _size_words(row: Row) -> str:
         f"{row['tokens']:,} tokens per rank, hidden {row['hidden']:,}, {row['experts']} experts, top-{row['top_k']}, "
         f"EP {row['ranks']}"
     )
-
-
-def _sums_ms(rows: Iterable[Row]) -> list[tuple[float, str, float]]:
-    """The four exchanges of the standard dispatcher, the fastest other arm and its four; empty where either lacks."""
-    medians: dict[tuple[str, str], float] = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
-    sums_ms = {
-        arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
-        for arm in ARM_LOOKS
-        if all((arm, operation) in medians for operation in OPERATIONS)
-    }
-    standard_ms = sums_ms.pop("standard bf16", None)
-    if standard_ms is None or not sums_ms:
-        return []
-    fastest = min(sums_ms, key=sums_ms.__getitem__)
-    return [(standard_ms, fastest, sums_ms[fastest])]
 
 
 # --- measured arms ---------------------------------------------------------------------------------------------------
@@ -300,13 +288,13 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
                 "size": 9,
                 "line": {"width": 1.5},
             },
-            error_x=error_bars([_ends(one) for one in here], color=MUTED, thickness=1.2, width=3),
+            error_x=error_bars([one.ratio_ends for one in here], color=MUTED, thickness=1.2, width=3),
             customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
             hovertemplate=f"%{{customdata[0]}}, {name}: %{{x:.3f}} ×<br>%{{customdata[1]:,.0f}} "
             "tokens/s per GPU; passes %{customdata[2]}<extra></extra>",
             showlegend=False,
         )
-    most = max(_ends(one)[2] for one in drawn)
+    most = max(one.ratio_ends[2] for one in drawn)
     for place, line in enumerate(lines):
         if by_routing := rows.get(line):
             ratios = [f"{by_routing[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in by_routing]
@@ -330,13 +318,6 @@ def _row_words(result: ArmResult) -> str:
     """The arm with its checkpointing, which its name has already where it is not TorchTitan's own."""
     kind = result.activation_checkpoint
     return _arm_words(result) + ("" if kind in STOCK_CHECKPOINTING else f", {checkpointing_words(kind)}")
-
-
-def _ends(result: ArmResult) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile over stock."""
-    assert result.ratio is not None
-    stock_tps = result.tps / result.ratio
-    return result.low / stock_tps, result.tps / stock_tps, result.high / stock_tps
 
 
 def not_measured(measured: Measurement, what: str) -> go.Figure:
@@ -366,21 +347,13 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
     ``predicted`` is the content of ``h100_full_node_predicted``; ``two_by_two`` has two GPUs, while no node has.
     """
     newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
-    predicted_ends = {
-        Place(row["shape"], row["ep"], row["routing"], row["arm"]): (low, row["gain"], high)
-        for row in predicted["rows"]
-        if (row["hardware"], row["shape"]) == (hardware_of(newest), SCALING) and row["arm"] in SCALING_ARMS
-        for low, high in [row["gain_interval"]]
-    }
-    measured = node_results(full_node, two_by_two).items()
-    measured_ends = {at: _ends(one) for at, one in measured if at in predicted_ends and one.ratio}
-    within = sum(predicted_ends[at][0] <= gain <= predicted_ends[at][2] for at, (_, gain, _) in measured_ends.items())
+    gains = node_gains(predicted, full_node, two_by_two, SCALING_ARMS)
     checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
-    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in measured_ends}]
+    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in gains.measured}]
     # The title is of the first arm at both ends of the degrees measured, or predicted if one alone was.
     first = SCALING_ARMS[0]
-    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, first) in measured_ends for routing in ROUTINGS)]
-    told, verb = (measured_ends, "gains") if len(eps) > 1 else (predicted_ends, "is predicted to gain")
+    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, first) in gains.measured for routing in ROUTINGS)]
+    told, verb = (gains.measured, "gains") if len(eps) > 1 else (gains.predicted, "is predicted to gain")
     ends = [eps[0], eps[-1]] if len(eps) > 1 else [EP_DEGREES[0], EP_DEGREES[-1]]
     spans = [
         " to ".join(f"{told[Place(SCALING, ep, routing, first)][1]:.2f}" for ep in ends)
@@ -392,7 +365,7 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
         [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
         subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock at the same degree. Open: predicted on "
         f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
-        f"{newest.stamp}; {within} of {len(measured_ends)} lie in their interval.",
+        f"{newest.stamp}; {gains.within} of {len(gains.measured)} lie in their interval.",
         note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
         height=420,
         shared=True,
@@ -405,14 +378,14 @@ def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Me
             hollow = {"mode": "lines+markers", "line": line, "marker": outline}
             filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol}}
             for what, all_ends, aside, look in (
-                ("predicted", predicted_ends, -ASIDE / 2, hollow),
-                ("measured", measured_ends, ASIDE / 2, filled),
+                ("predicted", gains.predicted, -ASIDE / 2, hollow),
+                ("measured", gains.measured, ASIDE / 2, filled),
             ):
-                gains = {at.ep: gain for at, gain in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
+                of_arm = {at.ep: ends for at, ends in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
                 figure.add_scatter(
-                    x=[EP_DEGREES.index(ep) + middle + aside for ep in gains],
-                    y=[value for _, value, _ in gains.values()],
-                    error_y=error_bars(list(gains.values()), color=style.color, thickness=1.2, width=4),
+                    x=[EP_DEGREES.index(ep) + middle + aside for ep in of_arm],
+                    y=[value for _, value, _ in of_arm.values()],
+                    error_y=error_bars(list(of_arm.values()), color=style.color, thickness=1.2, width=4),
                     hovertemplate=f"{name}, {what}: %{{y:.3f}} ×<extra></extra>",
                     marker_size=11,
                     **in_panel(column, f"{name}, {what}"),

@@ -11,11 +11,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.errors import BadInput
 from moelab.explain.against import Comparison, GemmRate
 from moelab.explain.categories import COMMUNICATION, STRAGGLERS
-from moelab.explain.explanation import Explanation
-from moelab.explain.rank import length_us
+from moelab.explain.explanation import Explanation, hidden_communication, idle_together, stretch_of
 from moelab.hardware import known_gpu
 from moelab.viz.draw import diamonds, draw_bars, draw_limit, legend_below, list_rows
 from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
@@ -85,12 +83,11 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """Each step's communication by group: what compute hides of it, and what it does not."""
     rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
-    total, exposed = (sum(getattr(one, key) for _, one in rows) for key in ("ms", "exposed_ms"))
+    total_ms, hidden = hidden_communication(explained.values())
     names = _labels(name for name, _ in rows)
     y = [names, [plot_text(one.group) for _, one in rows]]
-    hidden = 100 * (1 - exposed / total) if total else 0.0
     figure = new_figure(
-        f"Compute hides {hidden:.0f} % of {total:.0f} ms of communication" if total else "No communication",
+        f"Compute hides {100 * hidden:.0f} % of {total_ms:.0f} ms of communication" if total_ms else "No communication",
         subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
         f"ranks or, of one rank alone, what takes longer than the fastest of its kind.{_traced(explained)}",
         note=_known(replayed),
@@ -107,19 +104,11 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar."""
-    totals: dict[tuple[str, str], float] = {}
-    for step in explained.values():
-        for gap in step.gaps:
-            totals[gap.cause, gap.where] = totals.get((gap.cause, gap.where), 0.0) + gap.idle_ms
-    longest = sorted(totals, key=lambda key: -totals[key])[:CAUSES]
-    idle, span = (sum(getattr(one, key) for one in explained.values()) for key in ("idle_ms", "step_ms"))
-    place = (
-        f", {100 * totals[longest[0]] / idle:.0f} % of that in one place: {_host_work(longest[0][1])}"
-        if longest
-        else ""
-    )
+    idle, of_place = idle_together(explained.values())
+    longest = list(of_place)[:CAUSES]
+    place = f", {100 * of_place[longest[0]]:.0f} % of that in one place: {_host_work(longest[0][1])}" if longest else ""
     figure = new_figure(
-        f"The device is idle for {100 * idle / span:.1f} % of the time{place}",
+        f"The device is idle for {100 * idle:.1f} % of the time{place}",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
         f"the kernel that ends the gap.{_traced(explained)}",
         note=_known(replayed),
@@ -205,22 +194,8 @@ def timeline(
     Raises:
         BadInput: if the trace does not tell layers, or has no such layer or pass.
     """
-    rows, labels = explained.timeline, explained.labels
-    first, last = 0.0, explained.span_ms
-    if layer is not None:
-        chosen = rows["layer"] == layer
-        if phase is not None:
-            chosen &= rows["phase"] == labels["phase"].index(phase)
-        chosen &= np.isin(
-            rows["part"], [labels["part"].index(part) for part in ("other GEMMs", "attention", "expert GEMMs")]
-        )
-        if not chosen.any():
-            there = ", ".join(map(str, explained.layers_ms)) or "none, as no annotation of FSDP names them"
-            raise BadInput(f"layer {layer}{f', {phase},' if phase else ''} is not in this trace; layers: {there}")
-        first, last = float(rows["start"][chosen].min()), float(rows["end"][chosen].max())
-    shown = rows[(rows["end"] >= first) & (rows["start"] <= last)]
-    host = explained.host_timeline
-    host = host[(host["end"] >= first) & (host["start"] <= last)]
+    stretch, labels = stretch_of(explained, layer=layer, phase=phase), explained.labels
+    first, last, shown, host = stretch.first_ms, stretch.last_ms, stretch.events, stretch.host
     drawn = {
         part: (
             _LANES.get(part, "other communication" if part in COMMUNICATION else "compute"),
@@ -232,13 +207,10 @@ def timeline(
     drawn["host launches"] = ("host", "#b9c2cc", host[host["waits"] == 0])
     drawn["host waits"] = ("host", "#4a5663", host[host["waits"] == 1])
     what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
-    begins, ends = np.maximum(shown["start"], first), np.minimum(shown["end"], last)
-    computes = np.isin(shown["part"], [place for place, part in enumerate(labels["part"]) if part not in COMMUNICATION])
-    compute, busy = length_us(begins[computes], ends[computes]), length_us(begins, ends)  # both in ms
     left_out = sum(max(0, len(of_part) - MOST_BARS) for _, _, of_part in drawn.values())
     figure = new_figure(
-        f"{what}: {last - first:.1f} ms, {compute:.1f} of compute, {busy - compute:.1f} of exposed communication, "
-        f"{last - first - busy:.1f} idle",
+        f"{what}: {last - first:.1f} ms, {stretch.compute_ms:.1f} of compute, {stretch.exposed_ms:.1f} of exposed "
+        f"communication, {stretch.idle_ms:.1f} idle",
         subtitle="One traced step, ms after its first event. Each bar is a kernel, or a call of the host that launches "
         "(light) or waits (dark); drag to zoom, double-click to go back."
         + (f" The {left_out:,} shortest are not drawn." if left_out else ""),

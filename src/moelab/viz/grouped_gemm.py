@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
-from moelab.projection.gemm import Rates, gain, grouped_parts
+from moelab.projection.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
 from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.viz.draw import draw_bars, legend_below, list_rows, write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
@@ -24,7 +24,7 @@ LABELS: dict[str, str] = {
     "mxfp8": "MXFP8",
     "mxfp8_wgrad_bf16": "MXFP8, wgrad in BF16",
 }
-PART_LOOKS = {
+PART_LOOKS: Mapping[Kind, tuple[str, str]] = {
     "gemm": ("GEMM", "#0072B2"),
     "cast rows": ("cast rows", "#D55E00"),
     "cast columns": ("cast columns (wgrad)", "#E69F00"),
@@ -122,14 +122,14 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     precisions: tuple[GroupedPrecision, ...] = (
         ("bf16", "mxfp8", "mxfp8_wgrad_bf16") if rates.low_format == "mxfp8" else ("bf16", "fp8")
     )
-    parts = [grouped_parts(*case.mnkg, precision, rates) for precision in precisions]
+    seconds = [seconds_by_kind(grouped_parts(*case.mnkg, precision, rates)) for precision in precisions]
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
-        times_ms = [1e3 * sum(part.time_s for part in each if part.kind == kind) for each in parts]
+        times_ms = [1e3 * each.get(kind, 0.0) for each in seconds]
         if any(times_ms):
             times_ms = [round(time, 4) for time in times_ms]  # as the figure is sent at every choice
             draw_bars(figure, labels, times_ms, name, "%{x:.3f} ms", marker_color=color)
-    totals = [1e3 * sum(part.time_s for part in each) for each in parts]
+    totals = [1e3 * grouped_time_s(*case.mnkg, precision, rates) for precision in precisions]
     for label, total in zip(labels, totals, strict=True):
         write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
     figure.update_xaxes(range=[0, 1.18 * max(totals)])

@@ -104,9 +104,9 @@ def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
             f"about {format_seconds(run.left_s)} left" if math.isfinite(run.left_s) else "",
             reason if len(reason) <= 60 else f"{reason[:59]}…",
         ]
-        done, color = run.step / run.steps if run.steps else 0.0, _STATE_COLORS[run.status.state]
+        color = _STATE_COLORS[run.status.state]
         hover = f"{plot_text(run.name)}<extra></extra>"
-        figure.add_bar(x=[done], y=[name], orientation="h", marker_color=color, name=name, hovertemplate=hover)
+        figure.add_bar(x=[run.done], y=[name], orientation="h", marker_color=color, name=name, hovertemplate=hover)
         text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(filter(None, details)))}"
         write_beside(figure, 0.01, name, text, size=13)
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
@@ -175,7 +175,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
     finding, most = "No rank has printed two steps yet", math.nan
     if len(known):
-        slow, median = slow_steps(table.steps, seconds), float(np.median(known))
+        slow, median = slow_steps(table.steps, seconds), table.median_step_s
         worst = max(slow, key=lambda step: slow[step], default=0)
         stands_out = f"step {worst:,} took {100 * slow[worst]:.0f} % longer" if slow else ""
         finding = f"A step takes {median:.3g} s; {stands_out or f'none of the newest {len(table.steps)} stands out'}"

@@ -42,8 +42,6 @@ _SCALINGS = {
     "rceil": ("#D55E00", "dash"),
 }
 """Colour and dash of a scaling."""
-ROUNDING = 1 / 17
-"""Largest relative error of rounding to E4M3's three bits: half a step, 2⁻⁴, on a number of 1 + 2⁻⁴."""
 
 
 def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
@@ -52,11 +50,9 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
     The shaded bands are the largest rounding error of a normal number of each element type; ``source`` says in the
     subtitle where the numbers are from.
     """
-    worst = {one.name: 100 * max(map(abs, one.errors)) for one in stored}
     count = len(stored[0].values)
-    findings = [f"{one.name} in {one.stored_bytes} bytes, off by up to {worst[one.name]:.0f} %" for one in stored]
-    # Half a step is the largest error in size, and largest in proportion on the smallest number that has it.
-    bands = {one.name: 100 / (2 ** (one.number_format.element.mantissa_bits + 1) + 1) for one in stored}
+    findings = [f"{one.name} in {one.stored_bytes} bytes, off by up to {100 * one.worst_error:.0f} %" for one in stored]
+    bands = {one.name: one.number_format.element.rounding_percent for one in stored}
     qualities = ", ".join(f"{one.name} {one.sqnr_db:.1f} dB" for one in stored)
     bounds = ", ".join(f"±{bands[one.name]:.3g} % in {one.number_format.element.name} ({one.name})" for one in stored)
     figure = new_figure(
@@ -95,7 +91,9 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
     """Relative error of a block's largest number, by scaling, against its multiple of the power of two below."""
     worst = {name: 100 * max(map(abs, each)) for name, each in errors.items()}
-    kept = [name.upper() for name, most in worst.items() if most <= 100 * ROUNDING + 1e-3]
+    from moelab.mxfp8.formats import E4M3
+
+    kept = [name.upper() for name, most in worst.items() if most <= E4M3.rounding_percent + 1e-3]
     figure = new_figure(
         f"FLOOR clips a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never do",
         subtitle="A block's largest number by where it lies between two powers of two; E4M3. The saw teeth are "
@@ -121,20 +119,18 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
 def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale."""
     names = list(dict.fromkeys(row.data for row in rows))
-    by = {(row.data, row.method): row for row in rows}
-
-    def cost(method: str, than: str) -> str:
-        lost = [by[name, than].worst_blocks_db - by[name, method].worst_blocks_db for name in names]
-        return f"{span([min(lost), max(lost)], '.1f')} dB"
+    from moelab.mxfp8.errors import worst_block_costs_db
 
     hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
+    to_zero = {row.method: row.underflow_fraction for row in rows if row.data == hard.data}
     zeros = ", ".join(
-        f"{by[hard.data, method].underflow_fraction:.1%} with {label}"
+        f"{to_zero[method]:.1%} with {label}"
         for method, label in (("fp8_tensorwise", "one per tensor"), ("fp8_rowwise", "per row"), ("mxfp8", "per block"))
     )
+    nvfp4, floor = (span(worst_block_costs_db(rows, method, "mxfp8"), ".1f") for method in ("nvfp4", "mxfp8_floor"))
     figure = new_figure(
-        f"In the worst blocks NVFP4 loses {cost('nvfp4', 'mxfp8')} more than MXFP8, and MXFP8 with FLOOR "
-        f"scales {cost('mxfp8_floor', 'mxfp8')} more than with RCEIL",
+        f"In the worst blocks NVFP4 loses {nvfp4} dB more than MXFP8, and MXFP8 with FLOOR scales {floor} dB more than "
+        "with RCEIL",
         subtitle="Left: SQNR of the whole tensor; 6 dB more halves the error. Middle: SQNR that the worst 5 % of "
         f"blocks of 32 stay below. Right: values that became zero; of {hard.data}, by scale, {zeros}. Plain MXFP8 has "
         "RCEIL scales. BF16 is not drawn where the tensor is BF16 already.",
@@ -157,14 +153,15 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
 def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     """SQNR of the products of a layer's weights, each against float64."""
     names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))
-    mx = [row for row in rows if row.method == "mxfp8"]
-    worst = min(mx, key=lambda row: row.sqnr_db)
-    tensorwise = {(row.weight, row.product): row.sqnr_db for row in rows if row.method == "fp8_tensorwise"}
-    gain = [row.sqnr_db - tensorwise[row.weight, row.product] for row in mx if row.product != "output"]
+    from moelab.mxfp8.errors import product_costs_db
+
+    worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
+    costs = product_costs_db(rows, "fp8_tensorwise", "mxfp8").items()
+    lost = [cost for (_, product), cost in costs if product != "output"]  # gradients enter the other two
     worst_nvfp4 = min(row.sqnr_db for row in rows if row.method == "nvfp4")
     figure = new_figure(
         f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB, NVFP4's worst "
-        f"{worst_nvfp4:.0f}; FP8 with one scale per tensor loses {min(gain):.1f} to {max(gain):.1f} dB more where "
+        f"{worst_nvfp4:.0f}; FP8 with one scale per tensor loses {min(lost):.1f} to {max(lost):.1f} dB more where "
         "gradients enter",
         subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
         "40 dB of a hundredth. BF16 loses only by rounding its result.",
@@ -234,7 +231,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
     if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
         raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
-    from moelab.mxfp8.errors import block_sqnr_db, measure, synthetic
+    from moelab.mxfp8.errors import block_sqnr_db, measure, rounded_shares, synthetic
     from moelab.mxfp8.formats import ELEMENTS, MX, NVFP4
 
     x = synthetic(choice.distribution, SHAPE, outlier=2.0**choice.outlier_log2)
@@ -273,9 +270,9 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     }
     for column, (title, numbers) in enumerate(counted.items(), start=1):
         # Bars are one wide, whatever the range, and binned here, so that the figure stays small.
-        bins, counts = np.unique(np.round(numbers), return_counts=True)
+        bins, shares = rounded_shares(numbers)
         bars = {"marker_color": STORED, "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
-        figure.add_bar(x=bins, y=counts / len(numbers), width=1.0, row=1, col=column, **bars)
+        figure.add_bar(x=bins, y=shares, width=1.0, row=1, col=column, **bars)
         figure.update_xaxes(title={"text": title, "font": {"size": 13}}, col=column)
     figure.update_yaxes(tickformat=".1~%")
     figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)

@@ -15,10 +15,10 @@ from moelab.layout import check
 from moelab.memory import estimate
 from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.projection.calibration import CALIBRATION
-from moelab.projection.project import DEEPSEEK_TOKENS, Cost, Projection, cost, project
+from moelab.projection.project import DEEPSEEK_TOKENS, GROUPS, Cost, Projection, cost, group_s, project, step_s
 from moelab.projection.published import TwoByTwo
 from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
-from moelab.projection.validation import Change
+from moelab.projection.validation import Change, added_tps
 from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
 from moelab.viz.draw import (
     diamonds,
@@ -37,20 +37,6 @@ from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu, menus
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "expert GEMMs": ("expert GEMMs",),
-    "attention and other GEMMs": ("attention", "other GEMMs"),
-    "quantisation": ("quantisation",),
-    "permutation, memory-bound, optimizer": ("permutation and padding", "memory-bound", "optimizer"),
-    "all-to-all": ("all-to-all",),
-    "TP, CP and FSDP collectives": (
-        "tensor-parallel collectives",
-        "context-parallel collectives",
-        "FSDP collectives",
-    ),
-    "host, bubble, stragglers": ("host and waiting", "pipeline bubble", "imbalance and stragglers"),
-}
-"""Parts of a step as the arms' figure adds them up."""
 _GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
 _DARK = ("#0072B2", "#D55E00")
 """Of the colours, those on which white is legible."""
@@ -78,7 +64,7 @@ def step_breakdown(
         width: of the figure, px.
     """
     parts = sorted(((name, value) for name, value in parts_s.items() if value), key=lambda part: -part[1])
-    total_s = sum(parts_s.values())
+    total_s = step_s(parts_s)
     largest, seconds = parts[0]
     quoted = f" Dashed: the published step, {measured_s:,.0f} s (quoted)." if measured_s else ""
     share = f"{ranges[largest].low:,.0f} to {ranges[largest].high:,.0f} s" if ranges else f"{seconds / total_s:.0%}"
@@ -123,8 +109,9 @@ def arm_breakdowns(
 ) -> go.Figure:
     """Steps of several arms as stacked bars of seconds, published whole steps as diamonds; ``words``: of what steps."""
     labels = {arm: wrap(arm_label(arm), 18) for arm in parts_s}
-    totals = {arm: sum(parts.values()) for arm, parts in parts_s.items()}
-    groups = {name: [sum(parts[one] for one in GROUPS[name]) for parts in parts_s.values()] for name in GROUPS}
+    totals = {arm: step_s(parts) for arm, parts in parts_s.items()}
+    of_arms = [group_s(parts) for parts in parts_s.values()]
+    groups = {name: [one[name] for one in of_arms] for name in GROUPS}
     quoted = " Diamonds: published (quoted)." if published_s else ""
     first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
     finding = f"{arm_label(first)}: {totals[first]:,.0f} s a step"
@@ -212,7 +199,7 @@ def arms_beside_projection(
 def _worst_error(known: Mapping[str, float], projected: Mapping[str, Estimate], *, fitted: bool) -> str:
     """The largest error where something is known and tests the constants, and what is said of arms that are not."""
     bounds = {arm: f"{one.value:,.0f} ({one.low:,.0f} to {one.high:,.0f})" for arm, one in projected.items()}
-    errors = {arm: projected[arm].value / tps - 1 for arm, tps in known.items() if arm in projected}
+    errors = {arm: projected[arm].error(tps) for arm, tps in known.items() if arm in projected}
     if not errors:
         best = max(projected, key=lambda arm: projected[arm].value)
         return f"{arm_label(best)} is projected to make most: {bounds[best]} tokens/s"
@@ -344,8 +331,7 @@ UP, DOWN = "#009E73", "#D55E00"
 
 def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
     """What each change of :func:`moelab.projection.validation.waterfall` adds, between published tokens/s per GPU."""
-    before = [0.0, *(change.tps for change in changes[:-1])]
-    steps = [change.tps - start for change, start in zip(changes, before, strict=True)]
+    before, steps = [0.0, *(change.tps for change in changes[:-1])], added_tps(changes)
     most = max(range(1, len(steps)), key=steps.__getitem__)
     figure = new_figure(
         f"The largest of {len(steps) - 1} steps from {changes[0].tps:,.0f} to {changes[-1].tps:,.0f}: "

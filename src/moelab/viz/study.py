@@ -18,11 +18,11 @@ from moelab.analysis.arms import arm_label, contrast
 from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
 from moelab.analysis.curves import (
     arm_curves,
+    averaged_seeds,
     drawn_seeds,
-    finished,
     mean_and_interval,
-    seed_curves,
-    smooth,
+    mean_curve,
+    paired_difference,
     smoothing_window,
     thinning,
 )
@@ -93,8 +93,7 @@ def loss_curves(
     """
     curves = arm_curves(table, "loss")
     windows = {name: smoothing_window(arm) for name, arm in curves.items()}
-    # Where no seed reaches the end, the mean is of the steps that all of them logged.
-    averaged = {name: arm.dropna() if (done := finished(arm)).empty else done for name, arm in curves.items()}
+    averaged = {name: averaged_seeds(arm) for name, arm in curves.items()}
     last = max(int(arm.index.max()) for arm in curves.values())
     first_of_inset = first_final_step(last, final_fraction)
     has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
@@ -118,7 +117,7 @@ def loss_curves(
                 opacity = 0.35 if windows[name] == 1 else 0.2
                 draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
         for name, style in styles.items():
-            mean = smooth(averaged[name], windows[name]).mean(axis=1)
+            mean = mean_curve(averaged[name], windows[name])
             draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
     draw_marks(figure, marks)
     if has_inset:
@@ -181,10 +180,10 @@ def loss_difference(
     """
     if verdict.steps is None:
         raise BadInput("this verdict is on a held-out loss, which has no steps: pass one of compare_convergence")
-    (first, last), seeds = verdict.steps, list(verdict.seeds)
+    first, last = verdict.steps
     arm, reference, shared = contrast(verdict.arm, verdict.reference)
     both = f" (both {shared})" if shared else ""
-    if not seeds:
+    if not verdict.seeds:
         return nothing_to_draw(
             f"{arm} and {reference}{both} have no finished seed in common",
             subtitle=" ".join([verdict.decided_by, *verdict.findings, verdict.settled_by]),
@@ -201,9 +200,7 @@ def loss_difference(
         f"{verdict.decided_by}",
         note=note,
     )
-    # Runs side by side may log other steps; a window counts those that all have.
-    difference = (seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]).dropna()
-    smoothed = difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
+    smoothed = paired_difference(table, verdict)
     band = mean_and_interval(smoothed, level=verdict.interval.level)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     if verdict.margin_nats > 0:
@@ -305,15 +302,9 @@ def verdict_examples() -> go.Figure:
 
 
 def _final_finding(final: FinalLosses) -> str:
-    known = {arm: one.losses for arm, one in final.seeds.items() if one.losses}
-    if not known:
+    ends, common = final.means()
+    if not ends:
         return "No run reached its last step with a finite loss"
-    # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
-    common = set.intersection(*map(set, known.values()))
-    ends = {
-        arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))
-        for arm, losses in known.items()
-    }
     low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
     if len(ends) == 1:
         return f"{arm_label(low)} ends at {ends[low]:.3f} nats per token"
@@ -321,7 +312,7 @@ def _final_finding(final: FinalLosses) -> str:
     both = f" (both {shared})" if shared else ""
     arms = f"{first} and {second}{both}" if len(ends) == 2 else f"the {len(ends)} arms"
     at = f"{first} at {ends[low]:.3f}, {second} at {ends[high]:.3f}"
-    if 0 < len(common) < max(map(len, known.values())):
+    if 0 < len(common) < max(len(one.losses) for one in final.seeds.values()):
         at += ", on the seeds that all have"
     return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
 
@@ -461,7 +452,7 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
     Raises:
         BadInput: if ``ep`` does not divide the experts.
     """
-    ranks_SL, steps = load.busiest_rank_SL(ep), load.steps
+    (worst_S, median_S), steps = load.busiest_rank_over_layers(ep), load.steps
     most = load.to_json()["busiest_expert_over_mean"]
     dead = f"{load.dead_experts} of {load.late_LE.size} experts are dead" if load.dead_experts else "no expert is dead"
     figure = panels(
@@ -483,14 +474,14 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
         row=1,
         col=1,
     )
-    idle = 100 * (load.tokens_SLE == 0).mean(axis=(1, 2))
+    idle = load.idle_percent_S
     of_ranks, of_experts = (
         "{}: %{{y:.2f}} × the mean of the ranks<extra></extra>",
         "step %{x}: %{y:.1f} %<extra></extra>",
     )
     for column, label, values, color, dash in (
-        (2, "worst layer", ranks_SL.max(axis=1), WARNING, "solid"),
-        (2, "median layer", np.median(ranks_SL, axis=1), INK, "dash"),
+        (2, "worst layer", worst_S, WARNING, "solid"),
+        (2, "median layer", median_S, INK, "dash"),
         (3, "", idle, MUTED, "dot"),
     ):
         figure.add_scatter(

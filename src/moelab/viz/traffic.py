@@ -24,7 +24,7 @@ from moelab.projection.routing import (
     KINDS,
     ExpertPlacement,
     RoutingModel,
-    distinct_destinations,
+    destination_shares,
     draw_expert_ids,
     expected_destinations,
     routing_of,
@@ -39,6 +39,7 @@ from moelab.projection.traffic import (
     move_time_s,
     require_method,
     simulate_rows,
+    times_fewer,
 )
 from moelab.viz.draw import STAR, in_panel, legend_entry, name_map, panels
 from moelab.viz.table import as_table
@@ -301,7 +302,7 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
             most = min(placement.top_k, places)
             figure.add_bar(
                 x=list(range(1, most + 1)),
-                y=100 * np.bincount(distinct_destinations(ids_TK, size), minlength=most + 1)[1:] / DRAWN,
+                y=100 * destination_shares(ids_TK, size, most),
                 marker={"color": color, "pattern": hatch},
                 hovertemplate="%{x}: %{y:.1f} %",
                 **in_panel(column, ROUTING_LABELS[routing.kind]),
@@ -391,8 +392,9 @@ def bytes_by_ep(
     here, own = degrees.index(placement.ep), routings[0].kind
     standard, hybrid = (sent[own, m][here] for m in ("standard", "deepep_hybrid"))
     figure = panels(
-        f"At EP {placement.ep} DeepEP sends {standard.network / hybrid.network:.1f} times less over the network under "
-        f"{ROUTING_LABELS[own]} routing, and {hybrid.nvlink / standard.nvlink:.1f} times more over NVLink"
+        f"At EP {placement.ep} DeepEP sends {times_fewer(standard.network, hybrid.network):.1f} times less over the "
+        f"network under {ROUTING_LABELS[own]} routing, and {times_fewer(hybrid.nvlink, standard.nvlink):.1f} times "
+        "more over NVLink"
         if hybrid.network
         else f"At EP {placement.ep} nothing leaves the node: DeepEP saves NVLink traffic only",
         ("over the network", "over NVLink"),
@@ -428,7 +430,7 @@ def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlaceme
     wire = "network" if placement.nodes > 1 else "nvlink"
     reached = [expected_destinations(routing, placement) for routing in routings]
     rows = {m: [getattr(expected_rows(each, placement, m), wire) for each in reached] for m in METHODS}
-    fewer = {m: [b / v if v else 0.0 for b, v in zip(rows["standard"], rows[m], strict=True)] for m in METHODS}
+    fewer = {m: list(map(times_fewer, rows["standard"], rows[m])) for m in METHODS}
     best: Method = "deepep_hybrid" if wire == "network" else "deepep_direct"
     saved = {times: ROUTING_LABELS[each.kind] for times, each in zip(fewer[best], routings, strict=True) if times}
     figure = new_figure(
