@@ -8,10 +8,12 @@ core idle. Notebooks share a process for the runs that their tests look at; thos
 from __future__ import annotations
 
 import functools
+import json
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -57,3 +59,32 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     config.option.loadscopereorder = False  # or the file with the most tests would come first
     return TrainingsTogether(config, log)
+
+
+class Printed(NamedTuple):
+    """What one call of the command line printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Printed]:
+    """``moelab`` in this process."""
+    from moelab.cli import main
+
+    monkeypatch.setattr("moelab.cli.signal.signal", lambda *_: None)
+
+    def run(*arguments: object) -> Printed:
+        try:
+            code = main([str(one) for one in arguments])
+        except SystemExit as end:  # of argparse
+            code = end.code if isinstance(end.code, int) else -1
+        return Printed(code, *capsys.readouterr())
+
+    return run

@@ -1,4 +1,4 @@
-"""Words of a figure, as tests read them."""
+"""What a figure or a page says, as tests read it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,18 @@ def title(figure: Any) -> str:
     return str(figure.layout.title.text).replace("<br>", " ")
 
 
-def notes(figure: Any) -> str:
-    return " ".join(str(note.text).replace("<br>", " ") for note in figure.layout.annotations)
+def notes(figure: Any) -> list[str]:
+    return [str(note.text) for note in figure.layout.annotations]
+
+
+def assert_says(figure: Any, *words: str) -> None:
+    """Each of these stands in the title."""
+    assert [one for one in words if one not in title(figure)] == [], title(figure)
+
+
+def traces(figure: Any, **like: object) -> list[Any]:
+    """Traces of such a name, type or place."""
+    return [trace for trace in figure.data if like.items() <= trace.to_plotly_json().items()]
 
 
 def unpacked(page: str, element: str) -> str:

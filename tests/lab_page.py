@@ -1,23 +1,40 @@
-"""What a person does and sees in JupyterLab, for tests: *Run All* by keyboard, themes, what is cut off or illegible.
+"""JupyterLab as a person meets it, for tests: a server of its own, *Run All* by keyboard, themes, what is cut off.
 
-A notebook's figures are pictures until the mouse is over one (plotly's renderer), so :meth:`LabPage.wake_figures` moves
-it over all of them.
+    with lab_server(tmp_path) as lab:
+        LabPage(browser, lab, "01_quantise_to_mxfp8.ipynb").run_all()
+
+Settings, workspaces and history are the folder's, so that no one's JupyterLab is touched or seen. Everything that the
+server starts carries the folder's name in its environment: by that the last ones are found, whatever a test did.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from lab_server import Lab
 from playwright.sync_api import Browser, Locator, Page
+from processes import processes
 
+from moelab.machine import end_with_parent
 from moelab.notebooks.batch import END_MARKER
 
-LONGEST_RUN_MS, LONGEST_ACTION_MS = 600_000, 120_000
+LONGEST_START_S, LONGEST_RUN_MS, LONGEST_ACTION_MS = 120, 600_000, 120_000
 SIZES = ((1280, 800), (1920, 1080))
+MARK = "MOELAB_TEST_LAB"
+KERNEL = {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "language": "python"}
+# Asking whether to fetch news is JupyterLab's first act for a new user; the answer is no.
+NOTIFICATION, NO_NEWS = "@jupyterlab/apputils-extension", {"fetchNews": "false", "checkForUpdates": False}
 # Not of this project: JupyterLab's plugins wait for each other where the machine is busy; plotly's renderer of its
 # outputs resizes the figures of cells too that JupyterLab has taken out of a long page because they are not in sight;
 # anywidget gives a model two seconds, whatever else the machine does (one that never comes has no figure that follows).
@@ -68,20 +85,66 @@ ILLEGIBLE = """() => {
 }"""
 
 
-# From a key's arrival in the page to the first change of a figure's drawing; the figures are marked.
-WATCH = """() => {
-  const plots = [...document.querySelectorAll(".moelab-panel")].at(-1).querySelectorAll(".js-plotly-plot");
-  let pressed;
-  window.firstChange = undefined;
-  addEventListener("keydown", () => { pressed = performance.now(); }, { capture: true, once: true });
-  const watcher = new MutationObserver(() => {
-    if (pressed) { window.firstChange = performance.now() - pressed; watcher.disconnect(); }
-  });
-  for (const plot of plots) {
-    plot.querySelector(".main-svg").dataset.mark = "";
-    watcher.observe(plot, { subtree: true, childList: true, attributes: true, characterData: true });
-  }
-}"""
+@dataclass(frozen=True, kw_only=True)
+class Lab:
+    """A running server."""
+
+    url: str  # with a slash at its end
+    token: str
+    root: Path  # of the notebooks
+    folder: Path  # of all that the server writes
+
+    def url_of(self, notebook: str) -> str:
+        """Where a browser finds a notebook of ``root``, in a workspace of its own."""
+        return f"{self.url}lab/workspaces/{Path(notebook).stem}/tree/{quote(notebook)}?token={self.token}"
+
+    def processes(self) -> list[int]:
+        """Ids of the server and of all that it started, kernels and trainings too."""
+        return [process for process, _, variables in processes() if variables.get(MARK) == str(self.folder)]
+
+
+@contextmanager
+def lab_server(folder: Path) -> Iterator[Lab]:
+    """Start a server on the empty folder ``notebooks`` in a folder, and end it with all that it started."""
+    root = folder / "notebooks"
+    root.mkdir()
+    settings = folder / "settings" / NOTIFICATION / "notification.jupyterlab-settings"
+    kernel = folder / "jupyter" / "kernels" / "python3" / "kernel.json"
+    for file, content in ((kernel, {**KERNEL, "display_name": "Python 3"}), (settings, NO_NEWS)):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(content))
+    environment = {**os.environ, MARK: str(folder), "JUPYTER_PATH": str(folder / "jupyter")}
+    for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        environment[name] = str(folder / name.lower())
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0"]
+    command += [f"--ServerApp.root_dir={root}", f"--LabApp.user_settings_dir={folder / 'settings'}"]
+    command += [f"--LabApp.workspaces_dir={folder / 'workspaces'}", *(["--allow-root"] if os.getuid() == 0 else [])]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(command, cwd=root, env=environment, stdout=log, preexec_fn=end_with_parent, **options)
+    lab: Lab | None = None
+    try:
+        lab = _started(server, folder, root)
+        yield lab
+    finally:
+        server.terminate()  # it asks its kernels to end
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        for process in lab.processes() if lab else [server.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        server.wait()
+
+
+def _started(server: subprocess.Popen[bytes], folder: Path, root: Path) -> Lab:
+    deadline = time.monotonic() + LONGEST_START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        for file in (folder / "jupyter_runtime_dir").glob("jpserver-*.json"):
+            with suppress(json.JSONDecodeError):
+                known = json.loads(file.read_text())
+                return Lab(url=known["url"], token=known["token"], root=root, folder=folder)
+        time.sleep(0.1)
+    raise RuntimeError(f"JupyterLab did not start:\n{(folder / 'server.log').read_text()[-3000:]}")
 
 
 def complaints_and_requests(page: Page) -> tuple[list[str], list[str]]:
@@ -120,26 +183,21 @@ class LabPage:
         self.page.locator(".jp-Notebook .jp-Cell.jp-mod-active").wait_for()
         self.page.get_by_text(re.compile(r"Python 3 .* Idle")).wait_for()
 
-    def command(self, words: str) -> None:
-        """A command of the palette, by keyboard."""
+    def run_all(self) -> None:
+        """*Run All Cells* by keyboard, wait for the last cell's words or a cell that fails, and show every figure.
+
+        Figures are pictures until the mouse is over one (plotly's renderer), those too that appear meanwhile.
+        """
         self.page.keyboard.press("Control+Shift+KeyC")
         self.page.locator(".lm-CommandPalette-input:focus").wait_for()
-        self.page.keyboard.type(words)
+        self.page.keyboard.type("Run All Cells")
         chosen = self.page.locator(".lm-CommandPalette-item.lm-mod-active")
-        chosen.filter(has_text=re.compile(rf"^{re.escape(words)}")).wait_for()
+        chosen.filter(has_text=re.compile("^Run All Cells")).wait_for()
         self.page.keyboard.press("Enter")
-
-    def run_all(self) -> None:
-        """*Run All Cells*, and wait for the last cell's words or the first cell that fails."""
-        self.command("Run All Cells")
         ends = self.page.locator(".jp-OutputArea-output").filter(has_text=END_MARKER)
         failed = self.page.locator("[data-mime-type='application/vnd.jupyter.error']")
         ends.or_(failed).first.wait_for(state="attached", timeout=LONGEST_RUN_MS)
         assert failed.all_inner_texts() == []
-        self.wake_figures()
-
-    def wake_figures(self) -> None:
-        """Move the mouse over every picture of a figure, those too that appear meanwhile."""
         self.page.wait_for_function(
             """() => {
               document.querySelectorAll("img.plot-img").forEach((one) => one.dispatchEvent(new Event("mouseenter")));
@@ -183,16 +241,10 @@ class LabPage:
         shown: list[str] = plots.evaluate_all("(all) => all.map((one) => JSON.stringify([one.data, one.layout]))")
         return shown
 
-    def first_change_ms(self, key: str) -> float:
-        """Press a key, and tell how long it took until a figure of the panel began to change."""
-        self.page.evaluate(WATCH)
-        self.page.keyboard.press(key)
-        self.page.wait_for_function("window.firstChange !== undefined")
-        return float(self.page.evaluate("window.firstChange"))
-
-    def figures_made_anew(self) -> int:
-        """Figures that are not those of the last :meth:`first_change_ms`."""
-        return self.panel.locator(".js-plotly-plot .main-svg:first-child:not([data-mark])").count()
+    def drawings(self, *, marked: bool = True) -> Locator:
+        """Drawings of the panel's figures; those that were made anew lost a mark that a test gave them."""
+        not_marked = "" if marked else ":not([data-mark])"
+        return self.panel.locator(f".js-plotly-plot .main-svg:first-child{not_marked}")
 
     def wait_for_other_figures(self, than: list[str]) -> None:
         """Until the panel has figures, and they show something else."""
@@ -200,15 +252,6 @@ class LabPage:
         while (now := self.figures()) == than or not now:
             assert time.monotonic() < deadline_s, "no figure changed"
             self.page.wait_for_timeout(100)
-
-    def screenshot(self, file: Path) -> None:
-        """The window, scrolled to the panel."""
-        self.panel.scroll_into_view_if_needed()
-        self.page.screenshot(path=file)
-
-    def find(self, script: str) -> Any:
-        """What a script of this module finds on the page."""
-        return self.page.evaluate(script)
 
     def _weigh(self, frame: str | bytes) -> None:
         content = frame.encode() if isinstance(frame, str) else frame

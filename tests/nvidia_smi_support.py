@@ -10,7 +10,7 @@ import pytest
 from processes import program
 
 from moelab.hardware import cluster_of
-from moelab.machine import gpu_listing
+from moelab.machine import Machine, gpu_listing
 
 B200 = "NVIDIA B200, 10.0, 580.95.05, 183359"
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 570.1, 81559"
@@ -25,6 +25,24 @@ def with_files(root: Path, files: Mapping[str, str]) -> Path:
     return root
 
 
+def made_machine(
+    root: Path,
+    files: Mapping[str, str] | None = None,
+    answers: Mapping[str, str | None] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    memlock_bytes: int | None = None,
+) -> Machine:
+    """A machine with these files, and these answers to the first two words of a command; packages are in ``site``."""
+    return Machine(
+        root=with_files(root, files or {}),
+        env=dict(env or {}),
+        run=lambda command: (answers or {}).get(" ".join(command[:2])),
+        search=(root / "site",),
+        memlock_bytes=memlock_bytes,
+    )
+
+
 def forget() -> None:
     """Ask again: what was found is kept for as long as a process lives."""
     gpu_listing.cache_clear()
@@ -32,23 +50,31 @@ def forget() -> None:
 
 
 def nvidia_smi(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *rows: str, code: int = 0, listed: str = "", body: str = ""
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *rows: str,
+    code: int = 0,
+    listed: str = "",
+    body: str = "",
+    visible: str | None = None,
 ) -> Path:
     """Put a stand-in on PATH.
 
     Args:
         monkeypatch: sets PATH.
-        folder: gets a folder ``bin`` with the program, and a file ``asked`` with a line for each call.
+        folder: gets a folder ``bin`` with the program.
         rows: what it prints for a query.
         code: with which a query ends.
         listed: what it prints for ``-L``.
         body: a script instead.
+        visible: ``CUDA_VISIBLE_DEVICES``.
     """
     (folder / "bin").mkdir(exist_ok=True)
     answers = [f"if [ \"$1\" = -L ]; then cat <<'P'\n{listed}\nP\nexit 0; fi", "cat <<'P'", *rows, "P", f"exit {code}"]
-    script = f'echo "$*" >> {folder}/asked\n' + (body or "\n".join(answers))
-    made = program(folder / "bin", "nvidia-smi", script, shell="/bin/bash")
+    made = program(folder / "bin", "nvidia-smi", body or "\n".join(answers), shell="/bin/bash")
     monkeypatch.setenv("PATH", f"{made.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     forget()
     return made

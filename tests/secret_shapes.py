@@ -58,20 +58,12 @@ SHAPES = {
     "in colour": ("hf_" + some(34), "\x1b[31m{}\x1b[0m"),
     "with a sign that nobody sees": ("hunter2", "PASSWORD\u200b={}"),
     **{
-        start: (start + some(length), "rank 1: RuntimeError: {} was refused")
-        for start, length in (
+        begin: (begin + some(length), "rank 1: RuntimeError: {} was refused")
+        for begin, length in (
             *(("hf_", 34), ("ghp_", 36), ("ghs_", 36), ("github_pat_", 82), ("glpat-", 20), ("npm_", 36), ("AIza", 35)),
             *(("ya29.", 60), ("GOCSPX-", 28), ("sk-ant-api03-", 90), ("sk-proj-", 90), ("sk-", 48), ("gsk_", 52)),
-            *(
-                ("pypi-AgEIcHlwaS5vcmc", 90),
-                ("dckr_pat_", 27),
-                ("xai-", 80),
-                ("pplx-", 48),
-                ("tgp_v1_", 43),
-                ("hvs.", 24),
-                ("KGAT_", 32),
-                ("sk_live_", 24),
-            ),
+            *(("pypi-AgEIcHlwaS5vcmc", 90), ("dckr_pat_", 27), ("xai-", 80), ("pplx-", 48), ("tgp_v1_", 43)),
+            *(("hvs.", 24), ("KGAT_", 32), ("sk_live_", 24)),
         )
     },
 }

@@ -97,6 +97,7 @@ class Node:
         >>> tray.nvlink_ranks(nodes=64, gpus_per_node=4, ep=64), tray.nvlink_ranks(nodes=72, gpus_per_node=4)
         (64, 72)
         """
+        # a host counts whole towards its domain, even if the job leaves some of its GPUs idle
         most = max(1, self.domain // max(gpus_per_node, self.gpus))
         sizes = [taken * gpus_per_node for taken in range(1, min(nodes, most) + 1) if nodes % taken == 0]
         # Whole groups in a domain; else whole domains in a group, which then crosses the network evenly.
@@ -182,7 +183,7 @@ def _gpu(name: str, row: Mapping[str, Any]) -> Gpu:
             changes[key] = None if value is None else SourcedNumber(**value) if own else quoted(value, row["sheet"])
         elif key not in ("cuda", "like", "sheet"):
             changes[key] = value
-    if "like" in row:
+    if "like" in row:  # what its own sheet does not say is as in the other; `null` takes a figure away
         return replace(_gpu(row["like"], _GPUS[row["like"]]), **changes)
     return Gpu(**{"memory_gib": None, **changes})
 
@@ -282,6 +283,7 @@ def gpu_from(info: GpuInfo) -> Gpu:
     elif info.name in SHARES_MEMORY:
         source = "this machine's memory, which the GPU shares"
         memory = SourcedNumber(value=memory_bytes() / 2**30, label="measured", source=source)
+    # nvidia-smi of some virtual GPUs does not say the capability; the catalogue does, if it has the name
     return replace(kind, capability=info.capability or kind.capability, memory_gib=memory)
 
 
@@ -289,7 +291,7 @@ _HERE: dict[str, Callable[[], Cluster]] = {"local": _local, "cpu": _cpu}
 PROFILES = (*CLUSTERS, *_HERE)
 
 
-@functools.cache
+@functools.cache  # nvidia-smi takes a while, and a machine does not change its GPUs meanwhile
 def cluster_of(hardware: str | OwnHardware) -> Cluster:
     """The cluster that an experiment's ``hardware`` names or describes.
 

@@ -16,6 +16,7 @@ from run_support import collect_and_save, make_run
 from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
+from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.runs.collect import collect, collect_run, newest
 from moelab.runs.directory import RunDir
@@ -116,6 +117,10 @@ def test_everything_below_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert [one.run for one in collect(path)] == below
     assert len(joined_rows(collect(tmp_path))) == 20
     assert joined_rows([]).empty
+    (runs[0].path / "experiment.yaml").write_text("")  # and hides none of the others
+    assert [one.run for one in collect(tmp_path)] == names[1:]
+    with pytest.raises(BadInput, match=r"experiment\.yaml"):
+        collect(runs[0].path)
 
 
 def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: Path) -> None:
@@ -182,6 +187,9 @@ def test_a_folder_with_a_log_whose_lines_someone_wrapped(tmp_path: Path) -> None
     (tmp_path / "dmesg.log").write_text("[ 12.5] nothing to see\n")
     (tmp_path / "gone.log").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe.log")
+    for elsewhere in (".cache", "checkpoint", "tb", "a/b/c/d"):  # logs of something else, or too far down
+        (tmp_path / elsewhere).mkdir(parents=True)
+        (tmp_path / elsewhere / "other.log").write_text(step_line(1, 5.0))
     assert collect(tmp_path)[0].rows["loss"].tolist() == collect(log)[0].rows["loss"].tolist() == LOSSES[:4]
 
 
@@ -213,9 +221,7 @@ def unread(*_: object) -> None:
     raise AssertionError("the log was read")
 
 
-def test_what_a_run_saved_is_read_for_as_long_as_its_log_and_events_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_results_are_read_while_all_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], math.nan], held_out=6.5)
     with run.log.open("a") as log:
         log.write(step_line(6, 6.0).replace("grad_norm:  0.2210", "grad_norm:     nan"))
@@ -235,9 +241,7 @@ EVENTS = "tb/a/events.out.tfevents.2.b"
 
 
 @pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", EVENTS, "the reader"])
-def test_saved_results_are_not_used_once_a_file_or_the_reader_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_saved_results_are_not_used_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     (run.path / EVENTS).parent.mkdir(parents=True)
     (run.path / EVENTS.replace("2.b", "1.a")).touch()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,110 +54,103 @@ def load_of(run: RunDir) -> ExpertLoad:
     return load
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    run = trained(tmp_path, np.full((2, 4), 4), UNEVEN)
+def test_what_is_written_is_read_and_a_repeated_step_has_its_last_count(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    older = collect_run(run)
+    assert expert_load(run.path / FILE) is older.load is older.to_json()["expert_load"] is None
+    assert older.damaged == ()
+    recorded(run, np.full((2, 4), 4), UNEVEN)
     table = pd.read_parquet(run.path / FILE)
     assert list(table.columns) == ["step", "layer", "expert", "tokens"]
     assert all(pd.api.types.is_integer_dtype(kind) for kind in table.dtypes)
     assert table.groupby(["step", "layer"])["tokens"].sum().tolist() == [16] * 4
     load = load_of(run)
-    assert (load.steps.tolist(), load.layers.tolist()) == ([1, 2], [1, 2])
+    assert (load.steps.tolist(), load.layers.tolist(), load.dead_experts) == ([1, 2], [1, 2], 1)
     np.testing.assert_array_equal(load.tokens_SLE[1], UNEVEN)
     np.testing.assert_array_equal(load.busiest_expert_SL, [[1, 1], [1, 2.5]])
     np.testing.assert_array_equal(load.busiest_rank_SL(2), [[1, 1], [1, 1.5]])
-    assert load.dead_experts == 1
     told = collect_run(run).to_json()["expert_load"]
     assert told == {"recorded_steps": 2, "last_step": 2, "layers": 2, "experts": 4, "busiest_expert_over_mean": 2.5,
                     "dead_experts": 1}  # fmt: skip
-
-
-def test_a_restart_keeps_what_was_written_and_a_repeated_step_has_its_last_count(tmp_path: Path) -> None:
-    run = recorded(trained(tmp_path), UNEVEN, UNEVEN, UNEVEN)
-    again = ExpertLoadFile(run.path)
-    again.add(3, tokens_of(np.full((2, 4), 4)))
-    again.add(4, tokens_of(UNEVEN))
+    restarted = ExpertLoadFile(run.path)
+    for step, moe in ((2, np.full((2, 4), 4)), (3, UNEVEN)):
+        restarted.add(step, tokens_of(moe))
     load = load_of(run)
-    assert load.steps.tolist() == [1, 2, 3, 4]
-    assert load.busiest_expert_SL[:, 1].tolist() == [2.5, 2.5, 1.0, 2.5]
+    assert (load.steps.tolist(), load.busiest_expert_SL[:, 1].tolist()) == ([1, 2, 3], [1.0, 1.0, 2.5])
 
 
-def test_an_older_run_has_none(tmp_path: Path) -> None:
-    run = trained(tmp_path)
-    assert expert_load(run.path / FILE) is None
-    one = collect_run(run)
-    assert (one.load, one.damaged, one.to_json()["expert_load"]) == (None, (), None)
-
-
-@pytest.mark.parametrize("damage", ["cut", "text", "columns", "rows"])
-def test_a_damaged_file_is_named_and_hides_nothing_else(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_file_is_named_hides_nothing_else_and_is_begun_anew(tmp_path: Path) -> None:
     run = trained(tmp_path, UNEVEN, UNEVEN)
     file = run.path / FILE
     table = pd.read_parquet(file)
-    if damage in ("columns", "rows"):
-        (table[:-1] if damage == "rows" else table.rename(columns={"tokens": "rows"})).to_parquet(file, index=False)
-    else:
-        file.write_bytes(file.read_bytes()[:-9] if damage == "cut" else b"step,layer\n")
-    with pytest.raises(BadInput, match=r"expert_load.parquet is damaged"):
-        expert_load(run.path / FILE)
-    one = collect_run(run)
-    assert len(one.rows) == 4
-    assert any(FILE in words for words in one.damaged)
-    ExpertLoadFile(run.path).add(7, tokens_of(UNEVEN))
-    if damage != "rows":  # the next launch begins it anew
-        assert expert_load(run.path / FILE) is not None
+    without_a_row = table[:-1].to_parquet(index=False)
+    unreadable = [
+        file.read_bytes()[:-9],
+        b"step,layer\n",
+        table.rename(columns={"tokens": "n"}).to_parquet(index=False),
+    ]
+    for content in (without_a_row, *unreadable):
+        file.write_bytes(content)
+        with pytest.raises(BadInput, match=r"expert_load.parquet is damaged"):
+            expert_load(file)
+        one = collect_run(run)
+        assert (len(one.rows), any(FILE in words for words in one.damaged)) == (4, True)
+    for content in unreadable:
+        file.write_bytes(content)
+        ExpertLoadFile(run.path).add(7, tokens_of(UNEVEN))  # the next launch
+        assert load_of(run).steps.tolist() == [7]
+
+
+def told_by(capsys: pytest.CaptureFixture[str], verb: str, file: Path, load: Path) -> dict[str, Any]:
+    assert main([verb, str(file), "--load", str(load), "--json"]) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def written(folder: Path, experiment: Experiment) -> Path:
+    file = folder / "e.yaml"
+    file.write_text(write_experiment(experiment))
+    return file
 
 
 def test_a_measured_load_takes_the_place_of_the_assumed_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     balanced = trained(tmp_path / "a", *[np.full((2, 4), 4)] * 4)
     uneven = trained(tmp_path / "b", *[UNEVEN] * 4)
     asked = Experiment(shape={"num_experts": 4}, hardware="h100_node", seq_len=4096, local_batch=16)
-    file = tmp_path / "e.yaml"
-    file.write_text(write_experiment(asked))
     constants = measured_constants(uneven.path, asked)
     assert (constants.routing_imbalance.value, constants.busiest_layer.value) == (1.25, 1.5)
     assert constants.routing_imbalance.label == "measured"
-    exchange_s, memory_gib = [], []
-    for run in (balanced, uneven):
-        assert main(["project", str(file), "--load", str(run.path), "--json"]) == 0
-        exchange_s.append(json.loads(capsys.readouterr().out)["breakdown_s"]["all-to-all"])
-        assert main(["plan", str(file), "--load", str(run.path), "--json"]) == 0
-        memory_gib.append(json.loads(capsys.readouterr().out)["memory_gib"])
+    file = written(tmp_path, asked)
+    exchange_s = [told_by(capsys, "project", file, run.path)["breakdown_s"]["all-to-all"] for run in (balanced, uneven)]
+    memory_gib = [told_by(capsys, "plan", file, run.path)["memory_gib"] for run in (balanced, uneven)]
     assert exchange_s[1] > exchange_s[0]
     assert memory_gib[1] > memory_gib[0]
 
 
 def test_a_measured_load_is_the_traffics_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Most tokens have both experts on rank 0, so a token reaches fewer ranks than under even routing."""
-    crowded = [[56, 56, 8, 8]] * 2
-    run = trained(tmp_path / "a", *[crowded] * 4)
+    run = trained(tmp_path / "a", *[[[56, 56, 8, 8]] * 2] * 4)
     asked = Experiment(shape={"num_experts": 4, "top_k": 2}, hardware="h100_node", ep=2)
-    (tmp_path / "elsewhere.parquet").write_bytes((run.path / FILE).read_bytes())
-    layout = check(asked).layout
+    elsewhere = tmp_path / "elsewhere.parquet"
+    elsewhere.write_bytes((run.path / FILE).read_bytes())
+    layout, node = check(asked).layout, cluster_of("h100_node").node
     assert layout is not None
-    node = cluster_of("h100_node").node
     assumed = job_of(asked, layout, node)
     even = expected_destinations(assumed.routing, assumed.placement).ranks
-    for path in (run.path, run.path / FILE, tmp_path / "elsewhere.parquet"):
+    for path in (run.path, run.path / FILE, elsewhere):
         job = job_of(asked, layout, node, constants=measured_constants(path, asked))
         ids_TK = draw_expert_ids(job.routing, job.placement, 20_000)
         drawn_E = np.bincount(ids_TK.ravel(), minlength=4) / ids_TK.size
         assert drawn_E == pytest.approx(np.array([7, 7, 1, 1]) / 16, abs=0.03)
         assert expected_destinations(job.routing, job.placement).ranks < even
-    file = tmp_path / "e.yaml"
-    file.write_text(write_experiment(asked))
-    assert main(["project", str(file), "--load", str(tmp_path / "elsewhere.parquet"), "--json"]) == 0
-    assert any("1.75 x the mean" in words for words in json.loads(capsys.readouterr().out)["outside"])
-
-
-def test_a_layer_in_the_middle_stands_for_all(tmp_path: Path) -> None:
-    layers = [[4, 4, 4, 4], [10, 2, 4, 0], [16, 0, 0, 0]]
-    assert load_of(trained(tmp_path, *[layers] * 5)).shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
+    outside = told_by(capsys, "project", written(tmp_path, asked), elsewhere)["outside"]
+    assert any("1.75 x the mean" in words for words in outside)
+    layers = [[4, 4, 4, 4], [10, 2, 4, 0], [16, 0, 0, 0]]  # the one in the middle stands for all
+    assert load_of(trained(tmp_path / "b", *[layers] * 5)).shares_E(2).tolist() == [10 / 16, 2 / 16, 4 / 16, 0]
 
 
 def test_a_load_that_is_not_of_this_experiment_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained(tmp_path / "a", UNEVEN)
-    file = tmp_path / "e.yaml"
-    file.write_text(write_experiment(Experiment(shape={"num_experts": 4}, hardware="h100_node")))
+    file = written(tmp_path, Experiment(shape={"num_experts": 4}, hardware="h100_node"))
     forced = trained(tmp_path / "b", UNEVEN, routing="round_robin")
     without = trained(tmp_path / "c")
     for options, told in (
@@ -183,8 +177,7 @@ def test_a_figure_says_what_the_load_is_and_a_report_has_it(tmp_path: Path) -> N
     assert "no expert is dead" in title(expert_load_figure(even, ep=1, name="x"))
     with pytest.raises(BadInput, match="ep is 3, which does not divide the 4 experts"):
         expert_load_figure(even, ep=3, name="x")
-    for precision in ("bf16", "mxfp8"):
-        run = trained(tmp_path / "runs", precision=precision, name="s")
-        recorded(run, UNEVEN) if precision == "bf16" else None
+    trained(tmp_path / "runs", UNEVEN, name="s")
+    trained(tmp_path / "runs", precision="mxfp8", name="s")
     page = write_study_report(judge_study(tmp_path / "runs" / "s"), tmp_path / "r.html").read_text()
     assert page.count("Load of the experts, ") == 1

@@ -7,7 +7,8 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ from stand_in import step_text, titan_line
 
 from moelab.cli import main
 from moelab.experiment import Experiment
-from moelab.launch.status import ASK_INTERVAL_S, follow, run_line
+from moelab.launch.status import ASK_INTERVAL_S, follow
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import KEPT_LINES, KEPT_STEPS, LONGEST_LINE_CHARACTERS, StudyFollower
+from moelab.runs.follow import (
+    KEPT_LINES,
+    KEPT_STEPS,
+    LONGEST_LINE_CHARACTERS,
+    LogFollower,
+    RankTable,
+    RunNow,
+    StudyFollower,
+)
 from moelab.runs.log import read_log
 from moelab.runs.status import State, Status
 from moelab.runs.table import merge_segments
@@ -40,12 +49,13 @@ def step_line(rank: int, seconds: float, step: int, loss: float = 7.0) -> str:
     return line(rank, seconds, step_text(step, loss, tps=4000, memory_gib=10))
 
 
-def launch(start_s: float, steps: Sequence[int]) -> str:
-    """What all ranks print in one launch; rank r needs r ms more than rank 0 for each step."""
+def launch(start_s: float, steps: Sequence[int], *, stages: int = 1) -> str:
+    """What all ranks print in one launch; rank r needs r ms more than rank 0 for each step, the last ones have it."""
     text = "".join(line(rank, start_s, f"Training starts at step {steps[0]}") for rank in range(RANKS))
     for number, step in enumerate(steps, start=1):
-        ends = (start_s + number * (2 + rank / 1000) for rank in range(RANKS))
-        text += "".join(step_line(rank, end, step, loss=8 - step / 100) for rank, end in enumerate(ends))
+        for rank in range(RANKS):
+            has_loss = rank >= RANKS - RANKS // stages
+            text += step_line(rank, start_s + number * (2 + rank / 1000), step, 8 - step / 100 if has_loss else -4.0)
     return text
 
 
@@ -63,6 +73,11 @@ def new_run(runs: Path, text: str = "", **changes: Any) -> RunDir:
     return run
 
 
+def append(run: RunDir, text: str) -> None:
+    with run.log.open("a") as log:
+        log.write(text)
+
+
 def polled(runs: Path) -> StudyFollower:
     follower = StudyFollower(runs)
     follower.poll()
@@ -71,46 +86,43 @@ def polled(runs: Path) -> StudyFollower:
 
 # Ranks
 
-
-def test_step_times_are_between_a_ranks_own_lines(tmp_path: Path) -> None:
-    new_run(tmp_path, launch(0, range(1, 6)))
-    table = polled(tmp_path).runs[0].rank_table
-    assert table.steps.tolist() == [2, 3, 4, 5]  # the first line of a launch has none
-    expected = np.tile(2 + np.arange(RANKS) / 1000, (4, 1))
-    assert np.allclose(table.step_time_s, expected, atol=1e-6)
-    assert table.memory_gib.tolist() == [10.0] * RANKS
+OF_ALL = 2 + np.arange(RANKS) / 1000
+TWO_STEPS = step_line(0, 0, 1) + step_line(0, 2, 2)
 
 
-def test_a_step_time_is_of_one_step_where_every_tenth_is_logged(tmp_path: Path) -> None:
-    new_run(tmp_path, step_line(0, 0, 10) + step_line(0, 30, 20))
-    table = polled(tmp_path).runs[0].rank_table
-    assert (table.steps.tolist(), table.step_time_s[:, 0].tolist()) == ([20], [3.0])
-    assert np.isnan(table.step_time_s[:, 1:]).all()
+def of_rank(rank: int, seconds: float, ranks: int = RANKS) -> Any:
+    return [seconds if one == rank else math.nan for one in range(ranks)]
 
 
-def test_a_requeue_is_in_no_step_time_and_its_steps_replace_those_before(tmp_path: Path) -> None:
-    new_run(tmp_path, REQUEUED)
+@pytest.mark.parametrize(
+    ("text", "steps", "seconds"),
+    [
+        (launch(0, range(1, 6)), range(2, 6), OF_ALL),  # the first line of a launch has none
+        (step_line(0, 0, 10) + step_line(0, 30, 20), [20], of_rank(0, 3.0)),  # of one step where each tenth is logged
+        (REQUEUED, [*range(2, 6), *range(7, 15)], OF_ALL),  # a requeue is in none; its steps replace those before
+        (launch(0, range(1, 9)) + launch(100, range(9, 15)), [*range(2, 9), *range(10, 15)], OF_ALL),
+        # The rank is that of the nearest prefix; a line without one makes no rank.
+        *[
+            (TWO_STEPS.replace("[rank0]:", prefix), [2], of_rank(7, 2.0, 8))
+            for prefix in ("[rank7]:", "gpu-03: [rank7]:", "[default7]:", "[rank3]:half a li[rank7]:", "3: [rank7]:")
+        ],
+        (TWO_STEPS.replace("[rank0]:", ""), [], of_rank(9, 0)),
+    ],
+)
+def test_step_times_are_between_a_ranks_own_lines(tmp_path: Path, text: str, steps: Any, seconds: Any) -> None:
+    new_run(tmp_path, text, gpus_per_node=len(seconds))
     one = polled(tmp_path).runs[0]
-    assert one.rank_table.steps.tolist() == [2, 3, 4, 5, *range(7, 15)]  # 6 is the first line of its launch
-    assert one.rank_table.step_time_s.max() < 2.1
-    assert (one.now.segments, one.now.step) == (2, 14)
-    assert one.rows["step"].tolist() == list(range(1, 15))
-    assert one.rows.set_index("step")["segment"][6] == 1
-
-
-def test_a_requeue_that_repeats_no_step_is_in_no_step_time_either(tmp_path: Path) -> None:
-    new_run(tmp_path, launch(0, range(1, 9)) + launch(100, range(9, 15)))
-    table = polled(tmp_path).runs[0].rank_table
-    assert table.steps.tolist() == [*range(2, 9), *range(10, 15)]
-    assert table.step_time_s.max() < 2.1
+    np.testing.assert_array_equal(one.rank_table.steps, steps)
+    np.testing.assert_allclose(one.rank_table.step_time_s, np.tile(seconds, (len(steps), 1)), atol=1e-6)
+    np.testing.assert_array_equal(one.rank_table.memory_gib, np.where(np.isnan(seconds), np.nan, 10.0))
+    assert len(one.rows) == one.now.step / (10 if "step: 20" in text else 1)
 
 
 def test_256_ranks_over_many_steps_in_bounded_memory(tmp_path: Path) -> None:
     run = new_run(tmp_path, nodes=32, gpus_per_node=8, ep=32)
     follower = StudyFollower(tmp_path)
     for first in range(1, 2 * KEPT_STEPS, 8):
-        with run.log.open("a") as log:
-            log.write("".join(step_line(r, 2 * s + r / 1000, s) for s in range(first, first + 8) for r in range(256)))
+        append(run, "".join(step_line(r, 2 * s + r / 1000, s) for s in range(first, first + 8) for r in range(256)))
         follower.poll()
     table = follower.runs[0].rank_table
     assert table.step_time_s.shape == (KEPT_STEPS, 256)
@@ -118,114 +130,101 @@ def test_256_ranks_over_many_steps_in_bounded_memory(tmp_path: Path) -> None:
     assert table.steps.tolist() == list(range(KEPT_STEPS + 1, 2 * KEPT_STEPS + 1))
 
 
-@pytest.mark.parametrize(
-    "prefix", ["[rank7]:", "gpu-03: [rank7]:", "[default7]:", "[rank3]:half a li[rank7]:", "3: [rank7]:"]
-)
-def test_the_rank_is_that_of_the_nearest_prefix(prefix: str, tmp_path: Path) -> None:
-    text = step_line(0, 0, 1) + step_line(0, 2, 2)
-    new_run(tmp_path, text.replace("[rank0]:", prefix), gpus_per_node=8)
-    assert np.flatnonzero(np.isfinite(polled(tmp_path).runs[0].rank_table.memory_gib)).tolist() == [7]
-
-
-def test_lines_without_a_rank_make_rows_but_no_rank(tmp_path: Path) -> None:
-    new_run(tmp_path, (step_line(0, 0, 1) + step_line(0, 2, 2)).replace("[rank0]:", ""))
-    one = polled(tmp_path).runs[0]
-    assert one.now.step == 2
-    assert np.isnan(one.rank_table.memory_gib).all()
-
-
 # Incremental reading
 
 
-def seen(follower: StudyFollower) -> str:
-    """All that a follower knows."""
-    one, table = follower.runs[0], follower.runs[0].rank_table
-    arrays = (table.steps, table.step_time_s.round(6), table.memory_gib)
-    return str((one.rows.to_json(), [array.tolist() for array in arrays], one.tail, one.now.step, one.now.segments))
+def lists(table: RankTable) -> list[Any]:
+    return [table.steps.tolist(), table.step_time_s.round(6).tolist(), table.memory_gib.tolist()]
+
+
+PIPELINE = launch(0, range(1, 9), stages=2) + launch(100, range(6, 15), stages=2)
 
 
 @settings(max_examples=15)
-@given(cuts=st.lists(st.integers(0, len(REQUEUED)), max_size=12))
+@given(st.sampled_from([REQUEUED, PIPELINE, PIPELINE.rstrip("\n")]), st.lists(st.floats(0, 1), max_size=12))
 def test_looking_at_any_moments_gives_what_one_look_gives(
-    cuts: list[int], tmp_path_factory: pytest.TempPathFactory
+    tmp_path_factory: pytest.TempPathFactory, text: str, moments: list[float]
 ) -> None:
     runs = tmp_path_factory.mktemp("runs")
     run = new_run(runs)
-    follower = StudyFollower(runs)
-    read = 0
-    for cut in [*sorted(cuts), len(REQUEUED)]:
+    follower, of_log = StudyFollower(runs), LogFollower(run.log)
+    read, changes = 0, []
+    for cut in [*sorted(int(moment * len(text)) for moment in moments), len(text)]:
         with run.log.open("r+") as log:
-            log.write(" " * read + REQUEUED[read:cut])  # no byte is read twice: what was is gone
+            log.write(" " * read + text[read:cut])  # no byte is read twice: what was is gone
         follower.poll()
+        changes.append(of_log.poll())
         read = cut
-    run.log.write_text(REQUEUED)
-    whole = polled(runs)
-    assert seen(follower) == seen(whole)
+    run.log.write_text(text)
+    expected = read_log(run.log).rows
+    assert len(expected) == 17
+    pd.testing.assert_frame_equal(of_log.result().rows, expected)
+    # A row that was given again has replaced the one before.
+    joined = pd.concat(changes).drop_duplicates(["segment", "step"], keep="last").sort_values(["segment", "step"])
+    pd.testing.assert_frame_equal(joined.reset_index(drop=True), expected)
+    one, whole = follower.runs[0], polled(runs).runs[0]
+    assert (lists(one.rank_table), one.tail, one.now) == (lists(whole.rank_table), whole.tail, whole.now)
     names = ["segment", "step", "loss", "tps", "memory_gib", "time"]
-    pd.testing.assert_frame_equal(follower.runs[0].rows[names], merge_segments(read_log(run.log).rows)[names])
+    pd.testing.assert_frame_equal(one.rows[names], merge_segments(expected)[names])
 
 
-def test_nothing_new_is_no_news(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, [1]))
-    follower = polled(tmp_path)
-    assert follower.poll() == []
-    run.set_status(Status(state=State.COMPLETED))
-    assert follower.poll() == follower.runs
-    assert follower.all_final
-
-
-# Last lines
+def test_a_log_that_was_truncated_or_replaced_goes_on(tmp_path: Path) -> None:
+    log, other = tmp_path / "train.log", tmp_path / "new.log"
+    follower = LogFollower(log)
+    log.write_text(launch(0, range(1, 9)))
+    assert follower.poll()["step"].tolist() == list(range(1, 9))
+    log.write_text(launch(100, [8, 9]))
+    assert follower.poll()[["segment", "step"]].values.tolist() == [[1, 8], [1, 9]]
+    other.write_text(step_line(0, 200, 10) + "x" * 3000 + "\n")  # longer than what was read
+    other.replace(log)
+    assert follower.poll()[["segment", "step"]].values.tolist() == [[1, 10]]
+    assert follower.result().rows["step"].tolist() == [*range(1, 9), 8, 9, 10]
 
 
 def test_the_last_lines_are_those_beside_the_steps_without_colours(tmp_path: Path) -> None:
-    said = [f"[rank1]:\x1b[31mline {number}\x1b[0m\x07" for number in range(30)] + ["x" * 5000, "10%\r90%\r"]
-    new_run(tmp_path, "\n".join(said) + "\n" + step_line(0, 0, 1) + step_line(1, 0, 1))
-    tail = polled(tmp_path).runs[0].tail
-    assert len(tail) == KEPT_LINES
-    assert tail[:2] == ["[rank1]:line 20", "[rank1]:line 21"]
-    assert tail[-2:] == ["x" * LONGEST_LINE_CHARACTERS, "90%"]
+    printed = [f"[rank1]:\x1b[31mline {number}\x1b[0m\x07" for number in range(30)] + ["x" * 5000, "10%\r90%\r"]
+    new_run(tmp_path, "\n".join(printed) + "\n" + step_line(0, 0, 1) + step_line(1, 0, 1))
+    lines = [f"[rank1]:line {number}" for number in range(30)] + ["x" * LONGEST_LINE_CHARACTERS, "90%"]
+    assert polled(tmp_path).runs[0].tail == lines[-KEPT_LINES:]
 
 
 # Runs
 
 
-def test_a_loss_that_is_nan_is_said_while_the_run_goes_on(tmp_path: Path) -> None:
-    new_run(tmp_path, step_line(0, 0, 1) + step_line(0, 2, 2, loss=math.nan))
-    now = polled(tmp_path).runs[0].now
-    assert (now.status.state, now.status.reason) == (State.RUNNING, "loss is nan at step 2 (segment 0)")
+def test_where_a_run_is(tmp_path: Path) -> None:
+    run = new_run(tmp_path, launch(0, range(1, 6)))
+    follower = polled(tmp_path)
+    now = RunNow(
+        name=run.name, arm="bf16_standard", seed=0, status=run.status, step=5, steps=20, loss=7.95, tps=4000.0,
+        memory_gib=10.0, step_time_s=2.0, segments=1,
+    )  # fmt: skip
+    assert (follower.runs[0].now, now.left_s) == (now, 15 * 2.0)
+    append(run, step_line(0, 20, 6, loss=math.nan))
+    assert [one.now.status.reason for one in follower.poll()] == ["loss is nan at step 6 (segment 0)"]
+    run.set_status(Status(state=State.FAILED))
+    assert math.isnan(polled(tmp_path).runs[0].now.left_s)
+
+
+def test_runs_that_appear_later_are_found_and_nothing_new_is_no_news(tmp_path: Path) -> None:
+    now = 0.0
+    follower = StudyFollower(tmp_path / "runs", clock=lambda: now)
+    assert (follower.poll(), follower.all_final) == ([], False)
+    run = new_run(tmp_path / "runs", step_line(0, 0, 1) + step_line(0, 2, 2))
+    assert follower.poll() == []
+    now = 10.0
+    assert [(one.run, one.now.step) for one in follower.poll()] == [(run, 2)]
+    assert (follower.poll(), follower.rows["loss"].tolist()) == ([], [7.0, 7.0])
+    run.set_status(Status(state=State.COMPLETED))
+    assert (follower.poll(), follower.all_final) == (follower.runs, True)
 
 
 def test_the_newest_attempt_of_each_arm_and_seed_is_followed(tmp_path: Path) -> None:
     made = [make_run(tmp_path, experiment(seed=seed), [8.0]) for seed in (0, 0, 1)]
-    by_name = sorted(made[:2], key=lambda run: run.name)
-    assert [one.run for one in polled(tmp_path).runs] == [by_name[-1], made[2]]
-
-
-def test_runs_that_appear_later_are_found(tmp_path: Path) -> None:
-    now = 0.0
-    follower = StudyFollower(tmp_path / "runs", clock=lambda: now)
-    assert follower.poll() == []
-    assert not follower.all_final
-    make_run(tmp_path / "runs", experiment(), [8.0, 7.5])
-    assert follower.poll() == []
-    now = 10.0
-    assert [one.now.step for one in follower.poll()] == [2]
-    assert follower.rows["loss"].tolist() == [8.0, 7.5]
-
-
-def test_an_experiment_of_another_version_is_shown_by_its_folders(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, [1, 2]))
-    (run.path / "experiment.yaml").write_text("name: study\nfield_of_tomorrow: 1\n")
-    now = polled(tmp_path).runs[0].now
-    assert (now.arm, now.seed, now.steps, now.step) == ("bf16_standard", None, 0, 2)
-
-
-def test_time_left_is_at_the_pace_of_the_last_steps(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, range(1, 6)))
-    now = polled(tmp_path).runs[0].now
-    assert now.left_s == pytest.approx(15 * 2.0)
-    run.set_status(Status(state=State.FAILED))
-    assert math.isnan(polled(tmp_path).runs[0].now.left_s)
+    newest = max(made[:2], key=lambda run: run.name)
+    (newest.path / "experiment.yaml").write_text("name: study\nfield_of_tomorrow: 1\n")
+    nows = {one.run: one.now for one in polled(tmp_path).runs}
+    known = [(run, now.arm, now.seed, now.steps, now.step) for run, now in nows.items()]
+    assert known == [(newest, "bf16_standard", None, 0, 1), (made[2], "bf16_standard", 1, 20, 1)]
 
 
 # The terminal
@@ -236,116 +235,88 @@ class Terminal(io.StringIO):
         return True
 
 
-class Clock:
-    """Time that passes while somebody sleeps, and what happens meanwhile."""
+def watched(path: Path, out: io.StringIO, *events: Callable[[], Any], **options: Any) -> tuple[str, float]:
+    """What is shown until the runs have ended or all events, one a sleep, are over; and how many seconds that took."""
+    now, left = 0.0, list(events)
 
-    def __init__(self, *events: Any) -> None:
-        self.now, self._events = 0.0, list(events)
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if not left:
+            raise KeyboardInterrupt
+        left.pop(0)()
 
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        if self._events:
-            self._events.pop(0)()
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
+    with suppress(KeyboardInterrupt):
+        follow(path, out, sleep=sleep, clock=lambda: now, interval_s=1, **options)
+    return out.getvalue(), now
 
 
-def watched(path: Path, out: io.StringIO, *events: Any, **options: Any) -> str:
-    """What is shown until the last of the events, an interruption."""
-    clock = Clock(*events)
-    with pytest.raises(KeyboardInterrupt):
-        follow(path, out, sleep=clock.sleep, clock=clock, **options)
-    return out.getvalue()
-
-
-def append(run: RunDir, text: str) -> Any:
-    def act() -> None:
-        with run.log.open("a") as log:
-            log.write(text)
-
-    return act
-
-
-def test_in_a_pipe_each_change_is_one_line(tmp_path: Path) -> None:
+def test_in_a_pipe_each_change_is_one_line_until_all_have_ended_and_none_begins(tmp_path: Path) -> None:
     run = new_run(tmp_path, launch(0, [1, 2]))
-    shown = watched(tmp_path, io.StringIO(), lambda: None, append(run, step_line(0, 6, 3)), lambda: None, interrupt)
-    first, second = shown.splitlines()
-    assert first.startswith(f"{run.name}: running | step 2/20 | loss 7.980 | 4,000 tokens/s per rank | 10.0 GiB")
-    assert "step 3/20 | loss 7.000" in second
-    assert "\x1b" not in shown
+    begun: list[RunDir] = []
+    events = [
+        lambda: None,
+        lambda: append(run, step_line(0, 6, 3)),
+        lambda: run.set_status(Status(state=State.FAILED, reason="rank 1: ValueError: x")),
+        lambda: begun.append(make_run(tmp_path, experiment(seed=1), [8.0, 7.0])),
+        *[lambda: None] * 100,
+    ]
+    shown, seconds = watched(tmp_path, io.StringIO(), *events, quiet_s=30)
+    numbers = "4,000 tokens/s per rank | 10.0 GiB"
+    assert shown.splitlines() == [
+        f"{run.name}: running | step 2/20 | loss 7.980 | {numbers} | about 36 s left",
+        f"{run.name}: running | step 3/20 | loss 7.000 | {numbers} | about 34 s left",
+        f"{run.name}: failed: rank 1: ValueError: x | step 3/20 | loss 7.000 | {numbers}",
+        f"{begun[0].name}: completed | step 2/20 | loss 7.000 | 1,000 tokens/s per rank | 1.5 GiB",
+    ]
+    assert seconds == 10 + 30  # new runs are looked for every ten seconds
+    again, seconds = watched(tmp_path, io.StringIO())
+    assert (len(again.splitlines()), seconds) == (2, 0.0)  # what had ended before is shown once
 
 
-def test_on_a_terminal_it_is_redrawn_with_step_time_and_last_lines(tmp_path: Path) -> None:
-    run = new_run(tmp_path, REQUEUED)
-    shown = watched(tmp_path, Terminal(), append(run, "[rank1]:saving a checkpoint\n"), interrupt)
-    screens = shown.split("\x1b[H\x1b[J")[1:]
-    assert len(screens) == 2
-    assert "2 launches" in screens[0]
-    assert "2 s a step over the newest 12" in screens[0]
-    assert "  step 14/20 | loss 7.860 | 4,000 tokens/s per rank | 10.0 GiB" in screens[0]
-    assert screens[1].splitlines()[-1] == "[rank1]:saving a checkpoint"
-
-
-def test_it_ends_when_all_have_ended_and_none_begins(tmp_path: Path) -> None:
-    run = make_run(tmp_path, experiment(), [8.0], state=State.RUNNING)
-
-    def fail() -> None:
-        run.set_status(Status(state=State.FAILED, reason="rank 1: ValueError: x"))
-
-    def begin() -> None:
-        make_run(tmp_path, experiment(seed=1), [8.0, 7.0])
-
-    clock, out = Clock(fail, begin), io.StringIO()
-    follower = follow(tmp_path, out, quiet_s=30, sleep=clock.sleep, clock=clock)
-    assert [one.now.status.state for one in follower.runs] == [State.FAILED, State.COMPLETED]
-    assert "failed: rank 1: ValueError: x" in out.getvalue()
-    assert clock.now >= 30
-
-
-def test_what_had_ended_before_is_shown_once(tmp_path: Path) -> None:
-    make_run(tmp_path, experiment(), [8.0])
-    clock, out = Clock(), io.StringIO()
-    follow(tmp_path, out, sleep=clock.sleep, clock=clock)
-    assert (len(out.getvalue().splitlines()), clock.now) == (1, 0.0)
-
-
-def test_ctrl_c_leaves_the_runs_alone(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, [1, 2]))
-    command = [sys.executable, "-m", "moelab", "status", str(tmp_path), "--follow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        assert "step 2/20" in watching.stdout.readline()
-        watching.send_signal(signal.SIGINT)
-        _, said = watching.communicate()
-    assert (watching.returncode, said) == (0, "moelab: no longer watching; the runs go on\n")
-    assert run.status.state is State.RUNNING
-
-
-def test_a_view_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(tmp_path), "--follow", "--json"]) == 2
-    assert "--follow prints text" in capsys.readouterr().err
-
-
-def test_the_scheduler_is_asked_now_and_then_and_its_silence_is_said(tmp_path: Path) -> None:
-    new_run(tmp_path, launch(0, [1]))
+def test_on_a_terminal_it_is_redrawn_with_last_lines_and_what_the_scheduler_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    run, waits = new_run(tmp_path, REQUEUED), directory.create(tmp_path, experiment(seed=1))
+    waits.set_status(Status(state=State.SUBMITTED, reason="Priority", updated=0.0))
+    run.set_status(run.status)
     asked: list[int] = []
 
     def ask(runs: Sequence[RunDir]) -> list[Status]:
         asked.append(len(runs))
         return [Status(state=State.RUNNING, reason="as last seen; squeue: timed out") for _ in runs]
 
-    sleeps = [lambda: None] * (2 * int(ASK_INTERVAL_S) - 1)
-    shown = watched(tmp_path, Terminal(), *sleeps, interrupt, ask=ask, interval_s=1)
-    assert asked == [1, 1]
-    assert "as last seen; squeue: timed out" in shown
+    events = [lambda: append(run, "[rank1]:saving\n"), *[lambda: None] * (2 * int(ASK_INTERVAL_S) - 2)]
+    shown, _ = watched(tmp_path, Terminal(), *events, ask=ask)
+    screens = [screen.splitlines()[1:] for screen in shown.split("\x1b[H\x1b[J")[1:]]
+    starts = [line(rank, 100, "Training starts at step 6").rstrip() for rank in range(RANKS)]
+    assert (asked, len(screens), screens[1][-1]) == ([2, 2], 2 * ASK_INTERVAL_S, "[rank1]:saving")
+    assert screens[0] == [
+        "",
+        "as last seen; squeue: timed out",
+        f"{run.name}: running",
+        "  step 14/20 | loss 7.860 | 4,000 tokens/s per rank | 10.0 GiB | 2 launches | about 12 s left",
+        f"{waits.name}: submitted: Priority",
+        "  step 0/20",
+        "",
+        run.name,
+        "2 s a step over the newest 12",
+        line(RANKS - 1, 0, "Training starts at step 1").rstrip(),
+        "slurmstepd: error: *** JOB 7 CANCELLED ***",
+        *starts,
+    ]
 
 
-def test_a_run_that_waits_has_no_numbers(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, experiment())
-    run.set_status(Status(state=State.SUBMITTED, job_id="7_0", reason="Priority"))
-    assert run_line(polled(tmp_path).runs[0].now) == f"{run.name}: submitted: Priority | step 0/20"
+def test_ctrl_c_leaves_the_runs_alone_and_a_view_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = new_run(tmp_path, launch(0, [1, 2]))
+    command = [sys.executable, "-m", "moelab", "status", str(tmp_path), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert "step 2/20" in watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        _, errors = watching.communicate()
+    assert (watching.returncode, errors) == (0, "moelab: no longer watching; the runs go on\n")
+    assert run.status.state is State.RUNNING
+    assert main(["status", str(tmp_path), "--follow", "--json"]) == 2
+    assert "--follow prints text" in capsys.readouterr().err

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import h100_full_node as driver
-import plotly.graph_objects as go
 import pytest
 from validation.full_node import ARMS, STOCK, node_job, predictions
 from validation.shapes import NODE_SHAPES, SHAPES, SMALL, thin_job
@@ -38,28 +36,26 @@ from moelab.viz.deepep import scaling
 ROOT = Path(__file__).parents[2]
 SLOWER = 1.1
 H200 = {"name": "NVIDIA H200", "capability": 9.0, "driver": "580", "memory_mib": 143771}
+LATER = "2099-01-01T00:00:00+00:00"
 NOTHING = Measurement(name=FULL_NODE, content=None, packaged=True)
+PREDICTED = [row for row in load_predicted()["rows"] if row["hardware"] == "h200_node"]
+OPTIONS = Namespace(gpus=8, eps=(8, 4, 2), arms=ARMS, passes=2, steps=10, dry=False, cluster="nebius_soperator_b200")
 
 
-def made_up(degrees: tuple[int, ...] = EP_DEGREES, *, date: str = "2099-01-01T00:00:00+00:00") -> dict[str, Any]:
+def measured(
+    degrees: tuple[int, ...] = EP_DEGREES, gpus: tuple[str, ...] = ("NVIDIA H200",) * 8, **fields: Any
+) -> Measurement:
     """A file of the full node in which every step takes a tenth longer than predicted on H200."""
     rows = [
         {**{name: row[name] for name in ("ep", "shape", "routing", "arm")}, "order": order, "steps": 2,
          "tps_median": row["tps"] / SLOWER, "tps_iqr": 0.0, "step_s": [1.0, 1.0]}
-        for row in load_predicted()["rows"]
-        if row["hardware"] == "h200_node" and row["ep"] in degrees
+        for row in PREDICTED
+        if row["ep"] in degrees
         for order in range(2)
     ]  # fmt: skip
-    return {"label": "measured", "date": date, "environment": {"gpus": [H200] * 8}, "world_size": 8, "rows": rows}
-
-
-def read(content: Mapping[str, Any], folder: Path) -> Measurement:
-    file = folder / "h100_full_node.json"
-    file.write_text(json.dumps(content))
-    return load_measured(FULL_NODE, file)
-
-
-# --- predictions -----------------------------------------------------------------------------------------------------
+    environment = {"gpus": [{**H200, "name": name} for name in gpus]}
+    content = {"label": "measured", "date": LATER, "environment": environment, "world_size": 8, "rows": rows}
+    return Measurement(name=FULL_NODE, content=content | fields)
 
 
 def test_predictions_are_those_of_the_step_model() -> None:
@@ -72,12 +68,9 @@ def test_predictions_are_those_of_the_step_model() -> None:
     assert (eight.shape.num_experts, eight.work.ep, eight.gpus) == (64, 8, 8)
 
 
-# --- predicted beside measured ---------------------------------------------------------------------------------------
-
-
-def test_a_row_of_the_table_has_both_files(tmp_path: Path) -> None:
-    rows = full_node_rows(read(made_up(), tmp_path))
-    assert len(rows) == sum(row["hardware"] == "h200_node" for row in load_predicted()["rows"])
+def test_a_row_of_the_table_has_both_files() -> None:
+    rows = full_node_rows(measured())
+    assert len(rows) == len(PREDICTED)
     for row in rows:
         assert row.error == pytest.approx(100 * (SLOWER - 1), abs=0.1)
         assert row.kind == "blind"
@@ -86,132 +79,110 @@ def test_a_row_of_the_table_has_both_files(tmp_path: Path) -> None:
     assert full_node_rows(NOTHING) == ()
 
 
-def test_what_was_written_down_afterwards_is_no_prediction(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="afterwards is no prediction"):
-        full_node_rows(read(made_up(date=load_predicted()["date"]), tmp_path))
+KNOWN = "predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 PCIe"])
-def test_other_gpus_are_not_held_against_these_predictions(name: str, tmp_path: Path) -> None:
-    other = {"environment": {"gpus": [{**H200, "name": name}] * 8}}
-    with pytest.raises(BadInput, match=f"on {name}; predictions are for NVIDIA H100 80GB HBM3, NVIDIA H200"):
-        full_node_rows(read(made_up() | other, tmp_path))
-    mixed = {"environment": {"gpus": [H200, {**H200, "name": name}]}}
-    with pytest.raises(BadInput, match="predictions are for"):
-        full_node_rows(read(made_up() | mixed, tmp_path))
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"date": load_predicted()["date"]}, "afterwards is no prediction"),
+        ({"gpus": ("NVIDIA GH200 480GB",) * 8}, f"on NVIDIA GH200 480GB; {KNOWN}"),
+        ({"gpus": ("NVIDIA H100 PCIe",) * 8}, f"on NVIDIA H100 PCIe; {KNOWN}"),
+        ({"gpus": ("NVIDIA H200", "NVIDIA H100 PCIe")}, KNOWN),
+        ({"label": DRY_RUN}, "'dry run on CPU, emulated': it is not a measurement"),
+    ],
+)
+def test_what_is_not_held_against_these_predictions(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "h100_full_node.json"
+    file.write_text(json.dumps(measured(**fields).content))
+    with pytest.raises(BadInput, match=words):
+        full_node_rows(load_measured(FULL_NODE, file))
 
 
-def test_a_dry_run_is_never_read_as_a_measurement(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="'dry run on CPU, emulated': it is not a measurement"):
-        read(made_up() | {"label": DRY_RUN}, tmp_path)
-
-
-def test_two_gpus_are_those_of_the_two_by_two_until_the_node_has_them(tmp_path: Path) -> None:
+def test_two_gpus_are_those_of_the_two_by_two_until_the_node_has_them() -> None:
     two = load_measured(TWO_BY_TWO)
     place = Place(SCALING, 2, "round_robin", "bf16_deepep")
     (expected,) = (
         one for one in arm_results(two.rows) if (one.shape, *place[2:]) == ("671B MoE-heavy", one.routing, one.arm)
     )
     assert node_results(NOTHING, two)[place].ratio == expected.ratio
-    eight = read(made_up((8,)), tmp_path)
+    eight = measured((8,))
     both = node_results(eight, two)
     assert hardware_of(two) == "h200_node"
-    assert place in both
+    assert (both[place].steps, both[place._replace(ep=8)].steps) == (expected.steps, 4)
+    assert node_results(measured(), two)[place].steps == 4
     h100 = {"gpus": [{**H200, "name": "NVIDIA H100 80GB HBM3"}] * 2}
     other = Measurement(name=TWO_BY_TWO, content={**(two.content or {}), "environment": h100})
     assert place not in node_results(eight, other)
-    assert both[place._replace(ep=8)].steps == 4
-    own = node_results(read(made_up(), tmp_path), two)[place]
-    assert own.steps == 4
 
 
-def marks(figure: go.Figure, words: str) -> list[go.Scatter]:
-    return [trace for trace in figure.data if trace.name.endswith(words)]
-
-
-def test_scaling_draws_predictions_open_and_measurements_filled(tmp_path: Path) -> None:
+def test_scaling_draws_predictions_open_and_measurements_filled() -> None:
     two = load_measured(TWO_BY_TWO)
-    today = scaling(load_predicted(), NOTHING, two)
-    assert "EP 4, EP 8 not measured yet" in str(today.layout.title.text).replace("<br>", " ")
-    assert [len(trace.x) for trace in marks(today, "predicted")] == [3] * 4
-    assert [len(trace.x) for trace in marks(today, "measured")] == [1] * 4
-    assert all("open" in trace.marker.symbol for trace in marks(today, "predicted"))
-    later = scaling(load_predicted(), read(made_up(), tmp_path), two)
-    assert "not measured yet" not in str(later.layout.title.text)
-    gains = [row for row in load_predicted()["rows"] if (row["hardware"], row["shape"]) == ("h200_node", SCALING)]
-    drawn = sorted(value for trace in marks(later, "measured") for value in trace.y)
+    today, later = (scaling(load_predicted(), node, two) for node in (NOTHING, measured()))
+    titles = [str(figure.layout.title.text).replace("<br>", " ") for figure in (today, later)]
+    assert ["not measured yet" in title for title in titles] == [True, False]
+    assert "EP 4, EP 8 not measured yet" in titles[0]
+    predicted, done = ([one for one in today.data if one.name.endswith(words)] for words in ("predicted", "measured"))
+    assert [len(trace.x) for trace in (*predicted, *done)] == [3] * 4 + [1] * 4
+    assert ["open" in trace.marker.symbol for trace in (*predicted, *done)] == [True] * 4 + [False] * 4
     arms = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
-    assert drawn == pytest.approx(sorted(row["gain"] for row in gains if row["arm"] in arms), abs=1e-4)
+    gains = [row["gain"] for row in PREDICTED if row["shape"] == SCALING and row["arm"] in arms]
+    drawn = [value for trace in later.data if trace.name.endswith("measured") for value in trace.y]
+    assert sorted(drawn) == pytest.approx(sorted(gains), abs=1e-4)
 
 
-# --- the driver ------------------------------------------------------------------------------------------------------
-
-
-def options(*, gpus: int = 8, eps: tuple[int, ...] | None = (8, 4, 2), dry: bool = False) -> Namespace:
-    cluster = "nebius_soperator_b200"
-    return Namespace(gpus=gpus, eps=eps, arms=ARMS, passes=2, steps=10, dry=dry, cluster=cluster)
+# The driver
 
 
 def test_a_further_call_asks_for_what_is_missing_alone() -> None:
-    step = next(step for step in driver.plan(options()) if step.kind == "train")
+    steps = {step.kind: step for step in reversed(driver.plan(OPTIONS))}  # the first of each kind
     done = [{"shape": SCALING, "arm": arm, "order": order} for arm in ARMS[:2] for order in range(2)]
     refused = [{"shape": SCALING, "arm": ARMS[2], "error": []}]
     content = {"rows": [*done, {"shape": SCALING, "arm": ARMS[3], "order": 0}], "refused": refused}
-    assert step.missing({}) == ARMS
-    assert step.missing(content) == ARMS[3:]
-    exchange = next(step for step in driver.plan(options()) if step.kind == "all_to_all")
+    assert steps["train"].missing({}) == ARMS
+    assert steps["train"].missing(content) == ARMS[3:]
     late = {"routing": "round_robin", "error": "not run: the time was over"}
     turns = {"671B, 64 experts, random_balanced": [], "671B, 64 experts, round_robin": []}
-    assert exchange.missing({"turns": turns, "rows": []}) == ()
-    assert exchange.missing({"turns": turns, "rows": [late]}) == ("round_robin",)
+    assert steps["all_to_all"].missing({"turns": turns, "rows": []}) == ()
+    assert steps["all_to_all"].missing({"turns": turns, "rows": [late]}) == ("round_robin",)
 
 
 def test_parts_become_one_result_without_this_machines_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "environment", lambda: {"gpus": [H200] * 8})
-    rows = made_up()["rows"]
+    rows = measured().rows
     for ep in EP_DEGREES:
         mine = [{name: row[name] for name in row if name != "ep"} for row in rows if row["ep"] == ep]
         refused = [{"shape": SMALL, "arm": ARMS[-1], "order": 0, "error": [f"{Path.home()}/x.py: no"]}]
         (tmp_path / f"train_ep{ep}.json").write_text(json.dumps({"rows": mine, "refused": refused}))
-    found = driver.merged(tmp_path, options(), "2099-01-01T00:00:00+00:00")
-    assert sorted(json.dumps(row, sort_keys=True) for row in found["rows"]) == sorted(
-        json.dumps(row, sort_keys=True) for row in rows
-    )
-    assert str(Path.home()) not in json.dumps(found)
-    assert read(found, tmp_path).rows
-    assert len(found["predicted_beside_measured"]) == len(rows) / 2, "two passes a row"
-    monkeypatch.setattr(driver, "environment", lambda: {"gpus": [{**H200, "name": "NVIDIA B200"}] * 8})
-    other = driver.merged(tmp_path, options(), "2099-01-01T00:00:00+00:00")
-    assert (len(other["rows"]), other["predicted_beside_measured"]) == (len(rows), [])
-    assert "was measured on NVIDIA B200" in other["not_beside_predictions"]
+    results = []
+    for name in ("NVIDIA H200", "NVIDIA B200"):
+        monkeypatch.setattr(driver, "environment", lambda name=name: {"gpus": [{**H200, "name": name}] * 8})
+        results.append(driver.merged(tmp_path, OPTIONS, LATER))
+        assert str(Path.home()) not in json.dumps(results[-1])
+        assert sorted(map(str, results[-1]["rows"])) == sorted(str({"ep": row["ep"], **row}) for row in rows)
+    h200, b200 = results
+    assert len(h200["predicted_beside_measured"]) == len(rows) / 2, "two passes a row"
+    assert b200["predicted_beside_measured"] == []
+    assert "was measured on NVIDIA B200" in b200["not_beside_predictions"]
 
 
 @pytest.mark.parametrize(
-    "output", ["benchmarks/results/dry.json", "src/moelab/data/measured/dry.json", "elsewhere/h200_full_node.json"]
+    ("option", "output", "changed", "content", "words"),
+    [
+        ("--dry", "benchmarks/results/dry.json", "", None, "a dry run is no measurement"),
+        ("--dry", "src/moelab/data/measured/dry.json", "", None, "a dry run is no measurement"),
+        ("--dry", "elsewhere/h200_full_node.json", "", None, "a dry run is no measurement"),
+        ("--predict", "elsewhere/predicted.json", " M src/moelab/x.py", None, "commit first"),
+        ("--predict", "elsewhere/predicted.json", "", {}, "is measured"),
+    ],
 )
-def test_a_dry_run_takes_no_measurements_place(
-    output: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["h100_full_node.py", "--dry", "--output", str(ROOT / output)])
-    with pytest.raises(SystemExit, match="2"):
-        driver.main()
-    assert "a dry run is no measurement" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("changed", "measured", "said"),
-    [(" M src/moelab/x.py", NOTHING, "commit first"), ("", Measurement(name=FULL_NODE, content={}), "is measured")],
-)
-def test_a_prediction_is_of_committed_code_and_older_than_the_measurement(
-    changed: str, measured: Measurement, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_dry_run_takes_no_measurements_place_and_a_prediction_is_of_committed_code_and_older_than_what_it_is_of(
+    option: str, output: str, changed: str, content: dict[str, Any] | None, words: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    output = tmp_path / "predicted.json"
-    monkeypatch.setattr(sys, "argv", ["h100_full_node.py", "--predict", "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["h100_full_node.py", option, "--output", str(ROOT / output)])
     monkeypatch.setattr(driver.subprocess, "run", lambda *_args, **_kwargs: Namespace(stdout=changed))
-    monkeypatch.setattr(driver, "load_measured", lambda _name: measured)
-    monkeypatch.setattr(driver, "predicted_file", lambda **_: {"rows": []})
+    monkeypatch.setattr(driver, "load_measured", lambda name: Measurement(name=name, content=content))
+    monkeypatch.setattr(driver, "write_json", None)  # nothing is written
     with pytest.raises(SystemExit, match="2"):
         driver.main()
-    assert said in capsys.readouterr().err
-    assert not output.exists()
+    assert words in capsys.readouterr().err

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nvidia_smi_support import with_files
+from nvidia_smi_support import made_machine
 
 from moelab.finding import Finding
 from moelab.health import measure
-from moelab.health.links import check_rdma
 from moelab.health.measure import Seat, rounds
 from moelab.health.node import check_gpus, check_kernel_log, check_node, parse_gpus
 from moelab.health.slow import Blame, blame, judge
-from moelab.machine import Machine
 
 DATA = Path(__file__).parent.parent / "data" / "health"
 FAST, SLOW = 350.0, 90.0
@@ -96,7 +94,7 @@ def test_who_is_blamed(gb_s: Any, floor: float | None, expected: Blame) -> None:
 
 
 def result(**fields: Any) -> dict[str, Any]:
-    nodes = names(8)
+    nodes = EIGHT
     well = [Finding(name="GPU clocks", severity="ok", found="well").to_json()]
     return {
         **{"backend": "nccl", "device": "NVIDIA B200", "ranks": 64, "nodes": nodes, "stage": "finished"},
@@ -109,45 +107,51 @@ def result(**fields: Any) -> dict[str, Any]:
     }
 
 
-def test_a_healthy_cluster() -> None:
-    found = judge(result(), 320.0)
-    assert all(one.ok for one in found)
-    assert by_name(found)["all-reduce of all ranks"].found == "340 GB/s with 64 ranks"
-    assert "no all_reduce_floor_gb_s" in judge(result())[0].found
+EXPLAINED = {"cause": "a", "consequence": "b", "remedy": "c"}
+SCOPE = "64 ranks on 8 nodes, NVIDIA B200, nccl"
+WELL = {
+    "health check": SCOPE,
+    "single nodes": "8 of 8 without a fault",
+    "GEMM time": "64 ranks within 1 %",
+    "all-reduce in a node": "700 to 700 GB/s",
+    "all-reduce of pairs": "350 to 350 GB/s",
+    "all-reduce of all ranks": "340 GB/s with 64 ranks",
+}
 
 
-def test_a_slow_node_a_slow_gpu_and_a_node_that_complains() -> None:
+def test_a_healthy_cluster_and_processes_on_cpus_that_are_not_held_against_a_floor_for_gpus() -> None:
+    unknown = "the profile has no all_reduce_floor_gb_s, so nodes are only compared with each other"
+    cpus = "64 ranks on 8 nodes, CPU, gloo: processes on CPUs, whose bandwidth says nothing about GPUs"
+    for changes, floor, scope in (
+        ({}, 320.0, SCOPE),
+        ({}, None, f"{SCOPE}; {unknown}"),
+        ({"backend": "gloo", "device": "CPU"}, 1e4, f"{cpus} and is not compared with the profile's 10000 GB/s"),
+    ):
+        found = judge(result(**changes), floor)
+        assert all(one.ok for one in found)
+        assert {one.name: one.found for one in found} == {**WELL, "health check": scope}
+
+
+def test_a_slow_node_a_slow_gpu_a_node_that_complains_and_an_early_end() -> None:
     slow = result(
-        pairs_gb_s=[(a, b, SLOW if "n06" in (a, b) else FAST) for a, b in combinations(names(8), 2)],
-        inside_gb_s={**dict.fromkeys(names(8), 700.0), "n02": 200.0},
+        pairs_gb_s=[(a, b, SLOW if "n06" in (a, b) else FAST) for a, b in combinations(EIGHT, 2)],
+        inside_gb_s={**dict.fromkeys(EIGHT, 700.0), "n02": 200.0},
         all_gb_s=90.0,
     )
     slow["gemm_ms"]["n04 rank 35"] = 1.4
-    explained = {"cause": "a", "consequence": "b", "remedy": "c"}
-    slow["node_findings"]["n04"] = [{"name": "heat", "severity": "error", "found": "GPU 3", **explained}]
-    faults = {one.name: one.found for one in judge(slow, 320.0) if not one.ok}
-    assert faults == {
+    slow["node_findings"]["n04"] = [{"name": "heat", "severity": "error", "found": "GPU 3", **EXPLAINED}]
+    assert {one.name: one.found for one in judge(slow, 320.0)} == {
+        "health check": SCOPE,
+        "single nodes": "7 of 8 without a fault",
         "n04: heat": "GPU 3",
         "GEMM time": "n04 rank 35 99 % above the median",
         "all-reduce in a node": "n02 200 GB/s; the profile's floor is 320 GB/s",
         "all-reduce of pairs": "n06 with all others: below 320 GB/s; all pairs: 90 to 350 GB/s",
         "all-reduce of all ranks": "90 GB/s with 64 ranks; the profile's floor is 320 GB/s",
     }
-
-
-def test_gloo_is_never_held_against_a_floor_for_gpus() -> None:
-    found = judge(result(backend="gloo", device="CPU"), 10_000.0)
-    assert all(one.ok for one in found)
-    assert "is not compared with the profile's 10000 GB/s" in found[0].found
-    below = by_name(judge(result(), 10_000.0))
-    assert below["all-reduce of pairs"].found.startswith("every pair")
-
-
-def test_a_check_that_ended_early_says_where() -> None:
-    reached = {name: result()[name] for name in ("backend", "device", "ranks", "nodes")}
-    (only,) = judge({**reached, "stage": "reducing pairs of nodes"}, 320.0)
-    assert only.severity == "error"
-    assert "ended while reducing pairs of nodes" in only.found
+    early = {name: slow[name] for name in ("backend", "device", "ranks", "nodes")}
+    (only,) = judge({**early, "stage": "timing GEMMs"}, 320.0)
+    assert (only.severity, only.found) == ("error", f"{SCOPE}; it ended while timing GEMMs")
 
 
 def test_a_throttled_gpu_and_bad_memory() -> None:
@@ -178,16 +182,6 @@ def test_gpus_that_say_little() -> None:
     assert all(one.ok for one in check_gpus([gpu]))
 
 
-def node(root: Path, answers: Mapping[str, str | None], **files: str) -> Machine:
-    """A node with these answers to commands and these files, whose names have ``__`` for ``/``."""
-    with_files(root, {name.replace("__", "/"): text for name, text in files.items()})
-
-    def run(command: Sequence[str]) -> str | None:
-        return answers.get(" ".join(command[:2]))
-
-    return Machine(root=root, env={}, run=run, search=(), memlock_bytes=None)
-
-
 def test_recorded_answers_of_two_h200s_at_their_power_limit() -> None:
     remapped = (DATA / "nvidia_smi_remapped.csv").read_text()
     busy, rested = (
@@ -203,56 +197,41 @@ def test_recorded_answers_of_two_h200s_at_their_power_limit() -> None:
 
 def test_xids_of_a_recorded_kernel_log(tmp_path: Path) -> None:
     log = (DATA / "dmesg_xid.txt").read_text()
-    found = by_name(check_kernel_log(node(tmp_path, {"dmesg": None, "journalctl --dmesg": log})))
-    assert found.keys() == {"Xid 13", "Xid 109"}
-    assert found["Xid 13"].severity == "warning"
+    found = by_name(check_kernel_log(made_machine(tmp_path, answers={"journalctl --dmesg": log})))
+    assert {name: one.severity for name, one in found.items()} == {"Xid 13": "warning", "Xid 109": "error"}
     assert found["Xid 13"].found.startswith("2 since the node booted, on 0000:cb:00; last: Xid (PCI:0000:cb:00): 13")
-    assert found["Xid 109"].severity == "error"
     assert "CTX SWITCH TIMEOUT" in found["Xid 109"].found
 
 
-def test_a_kernel_log_without_and_one_that_may_not_be_read(tmp_path: Path) -> None:
-    (clean,) = check_kernel_log(node(tmp_path / "a", {"dmesg": "EXT4-fs (vda): mounted filesystem"}))
-    assert clean.severity == "ok"
-    (denied,) = check_kernel_log(node(tmp_path / "b", {}, proc__sys__kernel__dmesg_restrict="1\n"))
-    assert denied.severity == "note"
-    assert "permission denied (kernel.dmesg_restrict is 1)" in denied.found
-    (absent,) = check_kernel_log(node(tmp_path / "c", {}))
-    assert "do not answer" in absent.found
+@pytest.mark.parametrize(
+    ("answers", "files", "severity", "words"),
+    [
+        ({"dmesg": "EXT4-fs (vda): mounted filesystem"}, {}, "ok", "none in the kernel log"),
+        ({}, {"proc/sys/kernel/dmesg_restrict": "1\n"}, "note", "permission denied (kernel.dmesg_restrict is 1)"),
+        ({}, {}, "note", "dmesg and journalctl do not answer"),
+    ],
+)
+def test_a_kernel_log_without_xids_and_one_that_may_not_be_read(
+    tmp_path: Path, answers: dict[str, str], files: dict[str, str], severity: str, words: str
+) -> None:
+    clocks, log, cards = check_node(made_machine(tmp_path, files, answers))
+    assert (log.severity, clocks.ok, cards.ok) == (severity, True, True)
+    assert words in log.found
 
 
-def card(name: str, state: str, link: str, rate: str, layer: str = "InfiniBand\n") -> dict[str, str]:
-    port = {"state": state, "phys_state": link, "rate": rate, "link_layer": layer}
-    return {f"sys__class__infiniband__{name}__ports__1__{file}": text for file, text in port.items()}
-
-
-def test_links_of_network_cards(tmp_path: Path) -> None:
-    """Without a profile the fastest card is what the others are held against."""
-    up = ("4: ACTIVE\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    down = card("mlx5_b", "1: DOWN\n", "3: Disabled\n", "10 Gb/sec (4X SDR)\n")
-    slow = card("mlx5_c", "4: ACTIVE\n", "5: LinkUp\n", "200 Gb/sec (4X HDR)\n")
-    slow |= card("mlx5_an0", *up[:2], "40 Gb/sec (4X QDR)\n", layer="Ethernet\n")
-    found = by_name(check_rdma(node(tmp_path / "b", {}, **card("mlx5_a", *up), **down, **slow)))
-    assert found["RDMA devices"].severity == "warning"
-    assert "mlx5_b (1: DOWN, 3: Disabled)" in found["RDMA devices"].found
-    assert found["RDMA rate"].found == "mlx5_c 25 GB/s"  # and not the Ethernet card, as of Azure's ND H100 v5
-    assert found["RDMA rate"].cause.startswith("the others have 50 GB/s")
-    unmanaged = card("mlx5_a", "2: INIT\n", "5: LinkUp\n", "400 Gb/sec (4X NDR)\n")
-    (alone,) = check_rdma(node(tmp_path / "c", {}, **unmanaged))
-    assert alone.severity == "error"
-    assert "subnet manager" in alone.cause
-
-
-def test_a_laptop_has_nothing_to_complain_about(tmp_path: Path) -> None:
-    assert all(one.ok for one in check_node(node(tmp_path, {})))
-
-
-def test_a_seat_of_torchrun_and_of_srun() -> None:
+def test_a_seat_of_torchrun_of_srun_and_of_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURMD_NODENAME": "gpu7"}
     assert Seat.of(torchrun) == Seat(rank=3, ranks=4, local_rank=1, node="gpu7", meeting="env://")
     task = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "1201"}
     step = {"SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1"}
     assert Seat.of({**task, **step}).meeting == "tcp://gpu07:20608"
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for more, words in (([], "start this with torchrun, or srun"), (["--cluster=nope"], "the profiles are")):
+        assert measure.main([f"--output={tmp_path}/h.json", *more]) == 2
+        assert words in capsys.readouterr().err
 
 
 RANKS = """
@@ -291,11 +270,3 @@ def test_three_nodes_over_gloo(tmp_path: Path) -> None:
     assert all(gb_s > 0 for gb_s in (written["all_gb_s"], *(gb_s for *_, gb_s in written["pairs_gb_s"])))
     assert "is not compared with the profile's 320 GB/s" in printed[0]
     assert printed[1:] == ["", ""]
-
-
-def test_nobody_to_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-    for more, words in (([], "start this with torchrun, or srun"), (["--cluster=nope"], "the profiles are")):
-        assert measure.main([f"--output={tmp_path}/h.json", *more]) == 2
-        assert words in capsys.readouterr().err

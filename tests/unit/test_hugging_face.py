@@ -8,21 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+from torchtitan.models import gpt_oss, qwen3
 
-from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides, read_experiment
 from moelab.layout.rules import NATIVE_BLOCK
 from moelab.model import ModelShape, count_parameters, parameters, shape_for, shape_of
-from moelab.model.hugging_face import published_models, read_model
+from moelab.model.hugging_face import HuggingFaceModel, published_models, read_model
 from moelab.projection.project import project
 
 MODELS = published_models()
+QWEN, V3 = MODELS["Qwen3-30B-A3B"]["config"], MODELS["DeepSeek-V3"]["config"]
 
 
 def shape_from(source: str) -> ModelShape:
     return shape_for(parse(Experiment, parse_overrides(read_model(source).overrides)))
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """The model that a file of this configuration has."""
+
+    def of(config: Any, name: str = "config.json") -> HuggingFaceModel:
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / name).write_text(text)
+        return read_model(str(tmp_path / name))
+
+    return of
 
 
 def beside(name: str) -> float:
@@ -55,26 +68,19 @@ def test_torchtitans_own_models_are_known_as_such(name: str, model: str) -> None
     assert shape_from(name) == shape_of(model)
 
 
-@pytest.mark.parametrize(("name", "flavor"), [("Qwen3-30B-A3B", "30B-A3B"), ("Qwen3-235B-A22B", "235B-A22B")])
-def test_grouped_queries_count_as_torchtitans_qwen3(name: str, flavor: str) -> None:
-    from torchtitan.models.qwen3 import model_registry
-
+@pytest.mark.parametrize(
+    ("name", "family", "flavor"),
+    [
+        ("Qwen3-30B-A3B", qwen3, "30B-A3B"),
+        ("Qwen3-235B-A22B", qwen3, "235B-A22B"),
+        ("gpt-oss-20b", gpt_oss, "20b"),  # but for its biases and sinks
+    ],
+)
+def test_grouped_queries_count_as_torchtitans(name: str, family: Any, flavor: str) -> None:
     with torch.device("meta"):
-        module = model_registry(flavor).model.build()
-    assert count_parameters(shape_from(name)).total == sum(one.numel() for one in module.parameters())
-
-
-def test_grouped_queries_count_as_torchtitans_gpt_oss_but_for_biases_and_sinks() -> None:
-    from torchtitan.models.gpt_oss import model_registry
-
-    with torch.device("meta"):
-        module = model_registry("20b").model.build()
-    weights = (one.numel() for name, one in module.named_parameters() if "bias" not in name and "sink" not in name)
-    assert count_parameters(shape_from("gpt-oss-20b")).total == sum(weights)
-
-
-CONFIG = MODELS["Qwen3-30B-A3B"]["config"]
-V3 = MODELS["DeepSeek-V3"]["config"]
+        named = family.model_registry(flavor).model.build().named_parameters()
+    weights = [one.numel() for name, one in named if "bias" not in name and "sink" not in name]
+    assert count_parameters(shape_from(name)).total == sum(weights)
 
 
 @pytest.mark.parametrize(
@@ -107,11 +113,9 @@ V3 = MODELS["DeepSeek-V3"]["config"]
         ({"layer_types": [None] * 48}, r"kind of attention \(None\)"),
     ],
 )
-def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG | changes))
+def test_what_a_shape_cannot_say_is_refused_by_name(read: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        read_model(str(path))
+        read(QWEN | changes)
 
 
 @pytest.mark.parametrize(
@@ -126,122 +130,101 @@ def test_what_a_shape_cannot_say_is_refused_by_name(tmp_path: Path, changes: dic
         ({"compression_ratio": 1.0, "moe_layer_end_index": 47}, "the rotary embedding (compression_ratio"),  # ERNIE 4.5
     ],
 )
-def test_what_is_left_out_is_said(tmp_path: Path, config: dict[str, Any], left: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | config))
-    found = read_model(str(tmp_path))
-    assert any(left in one for one in found.left), found.left
-    assert found.shape == read_model("Qwen3-30B-A3B").shape
+def test_what_is_left_out_is_said(read: Any, config: dict[str, Any], left: str) -> None:
+    model = read(QWEN | config)
+    assert any(left in one for one in model.left), model.left
+    assert model.shape == read_model("Qwen3-30B-A3B").shape
 
 
-def test_housekeeping_is_not_worth_a_word(tmp_path: Path) -> None:
+def test_housekeeping_is_not_worth_a_word(read: Any) -> None:
     keys = {"bos_token_id": 151643, "eos_token_id": [1, 2], "pad_token_id": 0, "pretraining_tp": 1, "use_cache": True}
     keys |= {"transformers_version": "4.51.0", "rms_norm_eps": 1e-6, "hidden_act": "silu", "initializer_range": 0.02}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"shared_expert_intermediate_size": None}))
-    assert read_model(str(tmp_path)).left == read_model("Qwen3-30B-A3B").left
+    model = read(QWEN | keys | {"shared_expert_intermediate_size": None})
+    assert model.left == read_model("Qwen3-30B-A3B").left
 
 
-def test_layers_of_a_list_and_a_text_model_inside_of_another(tmp_path: Path) -> None:
-    """Kimi's later releases and transformers 5 write configurations so."""
+def test_layers_of_a_list_and_a_text_model_inside_of_another(read: Any) -> None:
+    """Kimi's later releases, transformers 5, Qwen3-Omni and Mistral write configurations so."""
     text = V3 | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 58, "first_k_dense_replace": None}
     del text["moe_layer_freq"]
-    whole = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 1152}}
-    (tmp_path / "config.json").write_text(json.dumps(whole))
-    found = read_model(str(tmp_path))
-    assert (found.model, found.shape) == ("671B", {})
-    assert "other modalities (vision_config)" in found.left
-    thinker = {
-        "thinker_config": {"text_config": CONFIG, "audio_config": {"d_model": 1280}}
-    }  # two levels, as Qwen3-Omni
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", **thinker}))
-    assert read_model(str(tmp_path)).shape == read_model("Qwen3-30B-A3B").shape
+    kimi = read({"model_type": "kimi_k25", "text_config": text, "vision_config": {"hidden_size": 1152}})
+    assert (kimi.model, kimi.shape) == ("671B", {})
+    assert "other modalities (vision_config)" in kimi.left
+    omni = {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": QWEN, "audio_config": {"d_model": 1280}}}
+    assert read(omni).shape == read_model("Qwen3-30B-A3B").shape
     mixtral = {"dim": 4096, "n_layers": 32, "head_dim": 128, "hidden_dim": 14336, "n_heads": 32, "n_kv_heads": 8}
     mixtral |= {"norm_eps": 1e-5, "vocab_size": 32000, "moe": {"num_experts_per_tok": 2, "num_experts": 8}}
-    (tmp_path / "params.json").write_text("\ufeff" + json.dumps(mixtral))  # some editors begin a file with this sign
-    assert read_model(str(tmp_path / "params.json")).shape == read_model("Mixtral-8x7B").shape
-
-
-def test_greedy_routing_has_no_groups(tmp_path: Path) -> None:
-    """Transformers' DeepSeek-V2 does not look at ``n_group`` then."""
-    (tmp_path / "config.json").write_text(json.dumps(V3 | {"topk_method": "greedy"}))
-    assert read_model(str(tmp_path)).shape == {"expert_groups": 1, "limited_groups": 1}
-
-
-def test_shared_experts_by_their_width(tmp_path: Path) -> None:
-    """Ling names the width of one of its shared experts, Qwen that of its only one."""
-    for keys, expected in (
-        ({"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 768}, 2),
-        ({"shared_expert_intermediate_size": 3072}, 4),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(CONFIG | keys | {"score_function": "sigmoid"}))
-        found = read_model(str(tmp_path))
-        assert (found.model, shape_from(str(tmp_path)).num_shared_experts) == ("671B", expected)
+    with_mark = "\ufeff" + json.dumps(mixtral)  # some editors begin a file with this sign
+    assert read(with_mark, "params.json").shape == read_model("Mixtral-8x7B").shape
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("config", "model", "expected"),
     [
-        ("cut.json", "cannot be read as JSON"),
-        ("list.json", "expected a JSON object"),
-        ("no/such/config.json", r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"),
+        # Transformers' DeepSeek-V2 does not look at ``n_group`` then.
+        (V3 | {"topk_method": "greedy"}, "671B", {"expert_groups": 1, "limited_groups": 1}),
+        # Ling names the width of one of its shared experts, Qwen that of its only one.
+        (QWEN | {"num_shared_experts": 2, "moe_shared_expert_intermediate_size": 768, "score_function": "sigmoid"},
+         "671B", {"num_shared_experts": 2}),
+        (QWEN | {"shared_expert_intermediate_size": 3072}, "16B", {"num_shared_experts": 4}),
     ],
-)
-def test_what_is_no_configuration(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "cut.json").write_text("{")
-    (tmp_path / "list.json").write_text("[]")
-    with pytest.raises(BadInput, match=said):
-        read_model(str(tmp_path / name))
+)  # fmt: skip
+def test_routers_and_shared_experts(
+    read: Any, tmp_path: Path, config: dict[str, Any], model: str, expected: dict[str, int]
+) -> None:
+    assert read(config).model == model
+    shape = shape_from(str(tmp_path))
+    assert {field: getattr(shape, field) for field in expected} == expected
 
 
-def test_plan_says_what_it_took_and_what_it_left(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_no_configuration(read: Any, tmp_path: Path) -> None:
+    for text, words in (("{", "cannot be read as JSON"), ("[]", "expected a JSON object")):
+        with pytest.raises(BadInput, match=words):
+            read(text)
+    for path, words in ((tmp_path / "no.json", r"no such file, nor one of the models DeepSeek-V3, .*Qwen3-30B-A3B"),
+                        (tmp_path.parent, "a folder without config.json or params.json")):  # fmt: skip
+        with pytest.raises(BadInput, match=words):
+            read_model(str(path))
+
+
+def test_plan_says_what_it_took_and_what_it_left(call: Any, tmp_path: Path) -> None:
     written = tmp_path / "qwen.yaml"
     fields = ["gpus_per_node=8", "ep=8", "seq_len=4096", "hardware=b200_node", "activation_checkpoint=full"]
     arguments = ["plan", "--from-hf", "Qwen3-30B-A3B", *(part for one in fields for part in ("--set", one))]
-    assert main([*arguments, "--write", str(written)]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = " ".join(call(*arguments, "--write", written).out.split())
     assert "model taken from Qwen3-30B-A3B; everything else as in model=16B" in text
     assert "planned and projected, and not trained" in text
     assert "torchrun" not in text
     assert shape_for(read_experiment(written)) == shape_from("Qwen3-30B-A3B")
-    assert main([*arguments, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["legal"], answer["fits"]) == (True, True)
-    assert answer["parameters"] == {"total": 30_532_122_624, "active": 3_353_032_704}
-    assert "num_key_value_heads" in answer["from_hf"]["taken"]
+    answer = call(*arguments, "--json")
+    assert (answer.code, answer.json["legal"], answer.json["fits"]) == (0, True, True)
+    assert answer.json["parameters"] == {"total": 30_532_122_624, "active": 3_353_032_704}
+    assert "num_key_value_heads" in answer.json["from_hf"]["taken"]
 
 
-def test_a_study_can_take_its_model_from_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_study_can_take_its_model_from_elsewhere(call: Any, tmp_path: Path) -> None:
     study = tmp_path / "study.yaml"
     study.write_text("study: s\nexperiment: {model: nano, gpus_per_node: 4, ep: 4}\narms: [{}, {precision: mxfp8}]\n")
-    assert main(["plan", str(study), "--from-hf", "GLM-4.7-Flash", "--json"]) == 0
-    totals = {one["parameters"]["total"] for one in json.loads(capsys.readouterr().out)["plans"]}
-    assert totals == {29_943_390_976}
+    plans = call("plan", study, "--from-hf", "GLM-4.7-Flash", "--json").json["plans"]
+    assert [one["parameters"] for one in plans] == [{"total": 29_943_390_976, "active": 3_896_763_136}] * 2
 
 
-def test_a_model_from_elsewhere_is_projected_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_from_elsewhere_is_projected_without_a_file(call: Any) -> None:
     given = ["hardware=b200_x256", "nodes=2", "gpus_per_node=8", "ep=8", "local_batch=2"]
     pairs = [word for one in given for word in ("--set", one)]
-    assert main(["project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json"]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == "moelab: assumed, because not given: seq_len=4096\n"
-    found = json.loads(printed.out)
+    printed = call("project", "--from-hf", "Qwen3-30B-A3B", *pairs, "--json")
+    assert (printed.code, printed.err) == (0, "moelab: assumed, because not given: seq_len=4096\n")
     fields = parse_overrides([*read_model("Qwen3-30B-A3B").overrides, *given, "seq_len=4096"])
-    assert found["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
-    assert found["gpus"] == 16
+    assert printed.json["tps"] == pytest.approx(project(parse(Experiment, fields)).tps)
+    assert printed.json["gpus"] == 16
 
 
-@pytest.mark.parametrize("verb", ["plan", "project"])
-def test_a_file_or_a_model_is_needed(capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    assert main([verb]) == 2
-    assert "--from-hf" in capsys.readouterr().err
-
-
-def test_a_model_that_is_only_planned_is_refused_before_it_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_only_planned_is_refused_before_it_starts(call: Any, tmp_path: Path) -> None:
     path = tmp_path / "e.yaml"
     path.write_text("{model: nano, hardware: cpu, shape: {attention: gqa, n_kv_heads: 1, head_dim: 64}}")
-    assert main(["run", str(path), "--runs", str(tmp_path / "runs")]) == 3
-    assert "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only" in capsys.readouterr().err
+    refused = call("run", path, "--runs", tmp_path / "runs")
+    assert refused.code == 3
+    assert "attention is gqa: TorchTitan's DeepSeek-V3 has multi-head latent attention only" in refused.err
     assert not (tmp_path / "runs").exists()
 
 
@@ -256,7 +239,7 @@ def test_every_published_model_is_planned_and_projected(name: str) -> None:
     }  # fmt: skip
     on = {"gb300_nvl72_x4": "hybridep", "b300_x256": "hybridep", "mi355x_x256": "standard"}
     for hardware, backend in on.items():
-        found = project(parse(Experiment, {**fields, "hardware": hardware, "ep_backend": backend}))
-        assert "extrapolated" in found.label
-        assert 0.01 < found.mfu["causal"] < 0.6
-        assert found.interval[0] < found.tps < found.interval[1]
+        projection = project(parse(Experiment, {**fields, "hardware": hardware, "ep_backend": backend}))
+        assert "extrapolated" in projection.label
+        assert 0.01 < projection.mfu["causal"] < 0.6
+        assert projection.interval[0] < projection.tps < projection.interval[1]

@@ -6,9 +6,10 @@ import errno
 import gc
 import json
 import math
-import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pandas as pd
 import pytest
-from figure_support import title
+from figure_support import assert_says, notes, title
 from run_support import make_run
 
 from moelab.analysis.published import THROUGHPUT
@@ -26,138 +27,120 @@ from moelab.launch.slurm import SlurmError
 from moelab.plan import plan
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.follow import RankSteps, RankTable, StudyFollower
-from moelab.runs.log import FIELDS
+from moelab.runs.follow import RankTable, StudyFollower
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.runs.table import metrics_table
-from moelab.viz.live import (
-    MOST_POINTS,
-    SIMULATED_NOTE,
-    LiveView,
-    dashboard,
-    rank_memory,
-    rank_step_times,
-    run_curves,
-    run_states,
-    simulated_run,
-)
-
-STUDY: dict[str, Any] = {"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 20}
+from moelab.viz import live
+from moelab.viz.live import LiveView, dashboard
 
 
 def experiment(**changes: Any) -> Experiment:
-    return Experiment(**{**STUDY, **changes})
+    return Experiment(**{"name": "study", "gpus_per_node": 2, "ep": 2, "steps": 20, **changes})
 
 
-def words(figure: Any) -> list[str]:
-    return [str(annotation.text) for annotation in figure.layout.annotations]
+def running(runs: Path, losses: tuple[float, ...] = (8.0, 7.9), **changes: Any) -> RunDir:
+    return make_run(runs, experiment(**changes), losses, state=State.RUNNING)
 
 
-def table(arms: tuple[str, ...] = ("bf16_deepep",), steps: int = 4) -> Any:
+def followed(path: Path) -> StudyFollower:
+    follower = StudyFollower(path)
+    follower.poll()
+    return follower
+
+
+def table(arms: tuple[str, ...] = ("bf16_deepep",), steps: int = 4) -> pd.DataFrame:
     step, constant = np.arange(1, steps + 1), {"seed": [0] * steps, "segment": [0] * steps}
     columns = {**constant, "step": step, "loss": 8 - 0.1 * step, "tps": 800.0 + step, "time": step.astype(float)}
-    return pd.concat(
-        [metrics_table({**columns, "arm": [arm] * steps}, run=f"study/{arm}/seed0/x") for arm in arms],
-        ignore_index=True,
-    )
+    of_arms = [metrics_table({**columns, "arm": [arm] * steps}, run=f"study/{arm}/seed0/x") for arm in arms]
+    return pd.concat(of_arms, ignore_index=True)
 
 
 def ranks(step_time_s: np.ndarray) -> RankTable:
-    """What ranks print that need these times: steps by ranks."""
-    steps = RankSteps()
-    ends = np.vstack([np.zeros(step_time_s.shape[1]), step_time_s.cumsum(axis=0)])
-    for (step, rank), end in np.ndenumerate(ends):
-        values = dict.fromkeys(FIELDS, 1.0) | {"time": 100 + end, "memory_gib": 10.0 + rank}
-        steps.add(("step", step + 1, tuple(values[name] for name in FIELDS), rank))
-    return steps.table(step_time_s.shape[1])
+    """Steps from the second on, by ranks."""
+    steps, ranks = step_time_s.shape
+    return RankTable(steps=np.arange(2, steps + 2), step_time_s=step_time_s, memory_gib=10.0 + np.arange(ranks))
 
 
 # Figures
 
 
-def test_lines_are_the_tables() -> None:
+def test_lines_are_the_tables_and_a_long_run_is_thinned_up_to_its_last_step() -> None:
     rows = table(("bf16_deepep", "mxfp8_deepep"))
-    for figure, column in ((run_curves(rows, "loss"), "loss"), (run_curves(rows, "tps", model="nano"), "tps")):
-        assert [trace.name for trace in figure.data] == ["BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"]
-        for trace, (_, run) in zip(figure.data, rows.groupby("run"), strict=True):
-            assert (list(trace.x), list(trace.y)) == (run["step"].tolist(), run[column].tolist())
-    assert "7.600 nats per token, step 4" in title(run_curves(rows, "loss"))
+    for column in ("loss", "tps"):
+        drawn = {one.name: (list(one.x), list(one.y)) for one in live.run_curves(rows, column, model="nano").data}
+        runs = [(run["step"].tolist(), run[column].tolist()) for _, run in rows.groupby("run")]
+        assert drawn == dict(zip(("BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"), runs, strict=True))
+    assert_says(live.run_curves(rows, "loss"), "7.600 nats per token, step 4")
+    (line,) = live.run_curves(table(steps=100_000), "loss").data
+    assert (len(line.x), line.x[-1], set(np.diff(line.x[:-1]))) == (live.MOST_POINTS + 1, 100_000, {200.0})
 
 
-def test_published_levels_stand_beside_the_671b_alone_and_say_that_they_are_quoted(tmp_path: Path) -> None:
-    figure = run_curves(table(), "tps", model="671B")
-    assert [shape.y0 for shape in figure.layout.shapes] == [row.tps for row in THROUGHPUT]
-    assert words(figure)[1] == "quoted 859: BF16 + DeepEP"
-    assert "Nebius ml-cookbook" in title(figure)
-    models: list[tuple[dict[str, Any], int]] = [({"model": "16B"}, 0), ({"model": "671B"}, 3)]
-    models.append(({"model": "671B", "shape": {"n_layers": 40}}, 0))  # an own shape is another model
-    for number, (model, count) in enumerate(models):
-        runs = tmp_path / str(number)
-        directory.create(runs, experiment(**model))
-        follower = StudyFollower(runs)
-        follower.poll()
-        assert len(dashboard(follower)["tps"].layout.shapes) == count
+@pytest.mark.parametrize(
+    ("models", "levels"),
+    [
+        ([{"model": "671B"}], [row.tps for row in THROUGHPUT]),
+        ([{"model": "16B"}], []),
+        ([{"model": "671B", "shape": {"n_layers": 40}}], []),  # an own shape is another model
+        ([{"model": "671B"}, {"model": "16B"}], []),
+    ],
+)
+def test_published_levels_stand_beside_the_671b_alone(
+    tmp_path: Path, models: list[dict[str, Any]], levels: list[float]
+) -> None:
+    for number, model in enumerate(models):
+        directory.create(tmp_path, experiment(**model, seed=number))
+    figure = dashboard(followed(tmp_path))["tps"]
+    assert [shape.y0 for shape in figure.layout.shapes] == levels
+    assert ("quoted (PyTorch and Nebius" in title(figure)) is bool(levels)
+    arms = ("BF16 + standard all-to-all", "BF16 + DeepEP", "MXFP8 + DeepEP")
+    assert notes(figure) == [f"quoted {tps:,.0f}: {arm}" for tps, arm in zip(levels, arms, strict=False)]
 
 
-def test_a_long_run_is_thinned_and_keeps_its_last_step() -> None:
-    (line,) = run_curves(table(steps=100_000), "loss").data
-    assert MOST_POINTS / 2 < len(line.x) <= MOST_POINTS + 1
-    assert line.x[-1] == 100_000
-    assert set(np.diff(line.x[:-1])) == {200.0}
-
-
-def test_the_map_of_step_times_is_ranks_by_steps_and_names_the_slow_step() -> None:
+def test_ranks_are_drawn_with_their_step_times_and_memory() -> None:
     seconds = np.full((10, 8), 2.0) + np.linspace(0, 0.01, 8)
     seconds[6] *= 3
-    figure = rank_step_times(ranks(seconds), name="BF16 + DeepEP, seed 0")
+    figure = live.rank_step_times(ranks(seconds), name="BF16 + DeepEP, seed 0")
     (cells,) = figure.data
     assert np.allclose(np.array(cells.z, dtype=float), seconds.T)
     assert list(cells.x) == [str(step) for step in range(2, 12)]
-    assert "step 8 took 200 % longer" in title(figure)
+    assert_says(figure, f"A step takes {np.median(seconds):.3g} s; step 8 took 200 % longer")
     assert cells.zmax == pytest.approx(2 * np.median(seconds))  # else one slow step would whiten all others
-
-
-def test_memory_by_rank() -> None:
-    figure = rank_memory(ranks(np.ones((2, 5))), name="x")
+    figure = live.rank_memory(ranks(np.ones((2, 5))), name="x")
     assert list(figure.data[0].y) == [10.0, 11.0, 12.0, 13.0, 14.0]
-    assert "Fullest is rank 4 with 14.0 GiB, emptiest rank 0 with 10.0 GiB" in title(figure)
+    assert_says(figure, "Fullest is rank 4 with 14.0 GiB, emptiest rank 0 with 10.0 GiB")
 
 
 def test_states_are_written_and_their_reasons_escaped(tmp_path: Path) -> None:
-    make_run(tmp_path, experiment(), [8.0] * 5, state=State.RUNNING)
+    running(tmp_path, (8.0,) * 5)
     make_run(tmp_path, experiment(precision="fp8"), [8.0], state=State.FAILED, reason="rank 1: <class 'x'> & more")
-    follower = StudyFollower(tmp_path)
-    follower.poll()
-    figure = run_states([one.now for one in follower.runs])
-    assert "1 running, 1 failed" in title(figure)
+    figure = dashboard(followed(tmp_path))["states"]
+    assert_says(figure, "1 running, 1 failed")
     assert [bar.x[0] for bar in figure.data] == [0.25, 0.05]
-    assert words(figure)[0].startswith("<b>running</b> · step 5 of 20")
-    assert "rank 1: &lt;class 'x'&gt; &amp; more" in words(figure)[1]
+    first, second = notes(figure)
+    assert first.startswith("<b>running</b> · step 5 of 20 · about ")
+    assert second == "<b>failed</b> · step 1 of 20 · rank 1: &lt;class 'x'&gt; &amp; more"
 
 
 def test_the_simulated_run_has_256_ranks_two_stages_slow_steps_and_a_restart() -> None:
     """Its memory by stage is the memory model's: the log is of an earlier one where they differ by more than 2 %."""
-    follower = StudyFollower(simulated_run(seconds=0).path)
-    follower.poll()
+    follower = followed(live.simulated_run(seconds=0).path)
     (run,) = follower.runs
     assert (run.now.step, run.now.steps, run.now.segments, run.now.status.state) == (40, 40, 2, State.COMPLETED)
-    table = run.rank_table
-    assert np.isfinite(table.step_time_s).all(axis=1).sum() >= 37
-    assert {11, 21, 24, 25, 26, 27} <= set(slow_steps(table.steps, table.step_time_s))
+    of_ranks = run.rank_table
+    assert np.isfinite(of_ranks.step_time_s).all(axis=1).sum() >= 37
+    assert {11, 21, 24, 25, 26, 27} <= set(slow_steps(of_ranks.steps, of_ranks.step_time_s))
     memory = plan(run.run.experiment).memory
     assert memory is not None
     own = [sum(gib for part, gib in one.parts.items() if part != "CUDA and NCCL") for one in memory.by_stage]
-    assert [table.memory_gib[0], table.memory_gib[128]] == pytest.approx(own, rel=0.02)
-    figures = dashboard(follower, note=SIMULATED_NOTE)
-    assert all("simulated, not measured" in title(figure) for figure in figures.values())
+    assert [of_ranks.memory_gib[0], of_ranks.memory_gib[128]] == pytest.approx(own, rel=0.02)
+    for figure in dashboard(follower, note=live.SIMULATED_NOTE).values():
+        assert_says(figure, "simulated, not measured")
 
 
 def test_nothing_yet_is_said_by_every_figure(tmp_path: Path) -> None:
-    follower = StudyFollower(tmp_path)
-    follower.poll()
-    findings = [title(figure) for figure in dashboard(follower).values()]
-    assert all("No" in finding for finding in findings)
+    for figure in dashboard(followed(tmp_path)).values():
+        assert_says(figure, "No")
 
 
 # The widget
@@ -169,26 +152,15 @@ def shown_in_a_browser(view: LiveView) -> None:
 
 
 @pytest.fixture
-def view(tmp_path: Path) -> Any:
-    made: list[LiveView] = []
+def view(tmp_path: Path) -> Iterator[Callable[..., LiveView]]:
+    with ExitStack() as stack:
 
-    def make(**options: Any) -> LiveView:
-        made.append(LiveView(tmp_path, interval_s=600, **options))
-        return made[-1]
+        def make(**options: Any) -> LiveView:
+            made = LiveView(tmp_path, **{"interval_s": 600, **options})
+            stack.callback(made.stop)
+            return made
 
-    yield make
-    for one in made:
-        one.stop()
-    made.clear()
-
-
-def running(runs: Path, losses: tuple[float, ...] = (8.0, 7.9), **changes: Any) -> RunDir:
-    return make_run(runs, experiment(**changes), losses, state=State.RUNNING)
-
-
-def log_another_step(run: RunDir) -> None:
-    with tempfile.TemporaryDirectory() as elsewhere:
-        run.log.write_text(running(Path(elsewhere), (8.0, 7.9, 7.5)).log.read_text())
+        yield make
 
 
 def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: Any) -> None:
@@ -197,23 +169,22 @@ def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: An
     shown_in_a_browser(shown)
     (place,) = shown.place.children
     assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9]
-    log_another_step(run)
-    running(tmp_path / "runs", precision="fp8")
+    run.log.write_text(running(tmp_path / "other", (8.0, 7.9, 7.5), precision="fp8").log.read_text())
     shown.follower._found_at = -np.inf
     shown.update()
     assert shown.place.children == (place,)
-    assert [list(trace.y) for trace in shown.figures["loss"].data] == [[8.0, 7.9, 7.5], [8.0, 7.9]]
+    assert [list(trace.y) for trace in shown.figures["loss"].data] == [[8.0, 7.9, 7.5]] * 2
     assert place.figures["loss"] == json.loads(shown.figures["loss"].to_json())
     assert len(shown.figures["states"].layout.annotations) == len(shown.shown.options) == 2
 
 
-def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path) -> None:
+def test_without_a_browser_there_are_words_and_no_figures(tmp_path: Path, view: Any) -> None:
     run = running(tmp_path)
     run.log.write_text(run.log.read_text() + "[rank1]:a last line <script>\n")
-    shown = LiveView(tmp_path, interval_s=600)
-    shown.stop()
+    shown = view(ask=lambda runs: [Status(state=State.RUNNING, reason="as last seen; timed out") for _ in runs])
     assert (shown.figures, shown.place.children) == ({}, ())
     assert "a last line &lt;script&gt;" in shown.tail.value
+    assert "as last seen; timed out" in shown.message.value  # a scheduler that does not answer
     assert shown.cancel not in shown.panel.children[0].children  # no way to cancel was given
     shown_in_a_browser(shown)
     shown_in_a_browser(shown)  # a second browser, or a second look of the first
@@ -241,62 +212,46 @@ def test_a_run_chosen_during_a_look_is_drawn_when_the_look_ends(tmp_path: Path, 
     shown.shown.value = other.name
     chosen.set()
     look.join(60)
-    assert "FP8" in title(shown.figures["rank_memory"])
+    assert_says(shown.figures["rank_memory"], "FP8")
 
 
 def test_cancel_asks_first_and_then_cancels_that_run(tmp_path: Path, view: Any) -> None:
     running(tmp_path)
     other = running(tmp_path, precision="fp8")
-    cancelled: list[RunDir] = []
-
-    def cancel(run: RunDir) -> None:
-        cancelled.append(run)
-        run.set_status(Status(state=State.CANCELLED))
-
+    cancel = Mock(side_effect=lambda run: run.set_status(Status(state=State.CANCELLED)))
     shown = view(cancel=cancel)
     shown.shown.value = other.name
-    shown.confirm.click()
-    assert cancelled == []  # nothing was asked
+    shown.confirm.click()  # nothing was asked
     shown.cancel.click()
-    assert (cancelled, shown.asking.layout.display) == ([], "flex")
+    assert shown.asking.layout.display == "flex"
     assert other.name in shown.question.value
     shown.keep.click()
     shown.confirm.click()
-    assert (cancelled, shown.asking.layout.display) == ([], "none")
+    assert (cancel.mock_calls, shown.asking.layout.display) == ([], "none")
     shown.cancel.click()
     shown.shown.value = shown.shown.options[0]  # the question was about the other
     shown.confirm.click()
-    assert cancelled == [other]
+    assert [call.args for call in cancel.mock_calls] == [(other,)]
     shown.shown.value = other.name
     assert shown.cancel.disabled
-
-
-def test_a_cancel_that_fails_is_said(tmp_path: Path, view: Any) -> None:
-    running(tmp_path)
-    shown = view(cancel=Mock(side_effect=SlurmError("scancel: <timed out>")))
+    cancel.side_effect = SlurmError("scancel: <timed out>")
+    shown.shown.value = shown.shown.options[0]
     shown.cancel.click()
     shown.confirm.click()
     assert "not cancelled: scancel: &lt;timed out&gt;" in shown.message.value
 
 
-def test_a_scheduler_that_does_not_answer_is_said(tmp_path: Path, view: Any) -> None:
-    running(tmp_path)
-    shown = view(ask=lambda runs: [Status(state=State.RUNNING, reason="as last seen; timed out") for _ in runs])
-    assert "as last seen; timed out" in shown.message.value
-
-
-def test_the_thread_outlives_a_look_that_fails(tmp_path: Path) -> None:
+def test_the_thread_outlives_a_look_that_fails(tmp_path: Path, view: Any) -> None:
     running(tmp_path)
     answer = [Status(state=State.RUNNING)]
     ask = Mock(side_effect=chain([answer, OSError(errno.ESTALE, "Stale file handle")], repeat(answer)))
-    shown = LiveView(tmp_path, interval_s=0.1, ask=ask)
+    shown = view(ask=ask, interval_s=0.1)
     deadline = time.monotonic() + 60
     while ask.call_count < 3 and time.monotonic() < deadline:
         shown._asked_at = -math.inf
         time.sleep(0.05)
     assert ask.call_count >= 3
     assert shown._thread.is_alive()
-    shown.stop()
 
 
 def test_the_thread_ends_with_the_variable_that_held_the_view(tmp_path: Path) -> None:

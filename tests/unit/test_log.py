@@ -11,9 +11,9 @@ import math
 import re
 import textwrap
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from itertools import chain, pairwise
+from itertools import chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,12 +28,12 @@ from stand_in import titan_line as stamped
 
 from moelab.errors import BadInput
 from moelab.runs.collect import collect
-from moelab.runs.follow import LogFollower
 from moelab.runs.log import read_log
 from moelab.runs.log_text import NotALog
 from moelab.runs.table import COLUMNS
+from moelab.runs.tensorboard import read_tensorboard
 
-CASES = Path(__file__).parents[1] / "cases" / "logs"
+RESTART = Path(__file__).parents[1] / "cases" / "logs" / "restart.log"
 
 
 def start(step: int | str) -> str:
@@ -44,29 +44,16 @@ def steps(rows: pd.DataFrame) -> list[tuple[int, int, float]]:
     return list(rows[["segment", "step", "loss"]].itertuples(index=False, name=None))
 
 
-def test_torchtitans_own_colours() -> None:
-    numbers = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
-    rows = read_log(CASES / "colour.log").rows[numbers].values.tolist()
-    assert rows[0][:-1] == [1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1034.57]
-    assert rows[1] == [1210, 3.17, 0.219, 151.07, 84.71, 12901, 1038.97, 46.18]
+# Lines ---------------------------------------------------------------------------------------------------------------
 
 
-def test_pipeline_case_in_both_orders() -> None:
-    lines = (CASES / "pipeline_two_nodes.log").read_text().splitlines()
-    for order in (lines, lines[::-1]):
-        rows = read_log(order).rows
-        assert rows[["step", "loss", "memory_gib", "memory_pct"]].values.tolist() == [[10, 7.2, 131.0, 73.46]]
-        assert rows["time"].tolist() == [datetime(2026, 9, 14, 6, 0, 1, 140000).timestamp()]
-
-
-@pytest.mark.parametrize("text", ["    nan", "    inf", "    NaN", "    Inf"])
-def test_reported_loss_that_is_not_finite_is_a_failure(text: str) -> None:
-    read = read_log([stamped(0, step(10, 7.0)), stamped(60, step(20, text)), stamped(60.1, step(20, -4.0))])
-    assert not math.isfinite(read.rows["loss"].iloc[1])
-    assert read.reason == f"loss is {text.strip().lower()} at step 20 (segment 0)"
-
-
-def test_error_of_torchtitan_about_the_loss() -> None:
+def test_a_loss_that_is_not_finite_is_a_failure_until_another_launch() -> None:
+    for text in ("nan", "inf", "NaN", "Inf"):
+        read = read_log(
+            [stamped(0, step(10, 7.0)), stamped(60, step(20, f"    {text}")), stamped(60.1, step(20, -4.0))]
+        )
+        assert not math.isfinite(read.rows["loss"].iloc[1])
+        assert read.reason == f"loss is {text.lower()} at step 20 (segment 0)"
     error = "[rank3]: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 12. Stopping training.\n"
     source = '[rank3]:     f"Loss is not finite (global_avg_loss={global_avg_loss}) at "\n'
     lines = [stamped(0, start(1)), stamped(1, step(1, 8.0)), source, error]
@@ -76,12 +63,9 @@ def test_error_of_torchtitan_about_the_loss() -> None:
 
 def test_validation_lines() -> None:
     text = "validate step: 20  loss: {:7.4f}  memory: 12.50GiB(7.00%)  tps: {:,}"
-    lines = [
-        stamped(0, step(20, 7.0)),
-        stamped(5, "\x1b[33m" + text.format(6.5, 9000) + "\x1b[39m"),
-        stamped(5.1, text.format(-0.00001, 9100)),  # a pipeline rank: -1 over the number of tokens
-    ]
-    read = read_log(lines)
+    # The loss of a pipeline rank without one: -1 over the number of tokens.
+    moments = {0: step(20, 7.0), 5: "\x1b[33m" + text.format(6.5, 9000) + "\x1b[39m", 5.1: text.format(-0.00001, 9100)}
+    read = read_log([stamped(at, line) for at, line in moments.items()])
     assert len(read.rows) == 1
     assert read.validation.values.tolist() == [[0, 20, 6.5, 9000, 12.5, START.timestamp() + 5]]
 
@@ -139,47 +123,42 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
     assert read_log([*percent, percent[0].replace("step: 3", "step: 5")[:-5]]).rows["step"].tolist() == [3, 4]
 
 
-COLOURED = "\x1b[31mstep: {:2}  \x1b[32mloss: {:8.5f}  \x1b[33mmemory: 1.00GiB(1.00%)  \x1b[34mtps: 4,000\x1b[39m"
-LOCAL = "[titan] {0:%Y-%m-%d %H:%M:%S},481 - root - INFO - {1}"
-UTC_STAMP = "{0:%Y-%m-%dT%H:%M:%S}.481"
-# What stands before and after the text of a line, and whether its time has a zone.
-STAMPS: dict[str, tuple[Callable[[datetime, str], str], str]] = {
-    "torchrun": (lambda t, x: "[rank0]:[rank0]:" + LOCAL.format(t, x), "local"),
-    "srun --label": (lambda t, x: "12: b200-a001: " + LOCAL.format(t, x), "local"),
-    "kubectl": (lambda t, x: "[pod/train-0/main] [rank0]:" + LOCAL.format(t, x), "local"),
-    "kubectl --timestamps": (lambda t, x: UTC_STAMP.format(t) + "123456Z [rank0]: " + x, "UTC"),
-    "GitHub Actions": (lambda t, x: "train\tRun\t" + UTC_STAMP.format(t) + "0000Z " + x, "UTC"),
-    "offset": (lambda t, x: UTC_STAMP.format(t + timedelta(hours=2)) + "+02:00 " + x, "UTC"),
-    "epoch": (lambda t, x: f"{t.replace(tzinfo=UTC).timestamp() + 0.481:.3f} {x}", "UTC"),
-    # auroraGPT-ANL/torchtitan, experiments/blendcorpus/docs/aurora.md
-    "fork's logger": (lambda t, x: f"[{t:%Y-%m-%d %H:%M:%S},481794][I][components/metrics:437:log] {x}", "local"),
-    "loguru": (lambda t, x: f"{t:%Y-%m-%d %H:%M:%S}.481 | INFO     | torchtitan.metrics:log:437 - {x}", "local"),
-    "rich": (lambda t, x: f"[{t:%m/%d/%y %H:%M:%S}] INFO     {x}      metrics.py:437", "local"),
-    "docker": (
-        lambda t, x: json.dumps({"log": x + "\n", "stream": "stdout", "time": UTC_STAMP.format(t) + "Z"}),
-        "UTC",
-    ),
-    "JSON logger": (lambda t, x: json.dumps({"asctime": f"{t:%Y-%m-%d %H:%M:%S},481", "message": x}), "local"),
-    "cat -v": (lambda t, x: LOCAL.format(t, x).replace("\x1b", "^["), "local"),
-    "rsyslog": (lambda t, x: LOCAL.format(t, x).replace("\x1b", "#033"), "local"),
-    "pasted": (lambda t, x: LOCAL.format(t, x).replace("\x1b", ""), "local"),
-    "syslog": (lambda t, x: f"{t:%b %d %H:%M:%S} gpu-01 torchrun[123]: [rank0]: {x}", "no year"),
-    "none": (lambda t, x: x, "no time"),
+LOCAL, AS_UTC = START.timestamp() + 5.481, START.replace(tzinfo=UTC).timestamp() + 5.481
+THIS_YEAR = START.replace(year=datetime.now().year)
+LATEST = THIS_YEAR.replace(year=THIS_YEAR.year - (datetime.now() + timedelta(days=1) < THIS_YEAR))
+# What stands around a TEXT, and the moment of the first.
+STAMPS = {
+    "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # torchrun
+    "12: b200-a001: [titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # srun --label
+    "%Y-%m-%dT%H:%M:%S.481123456Z [rank0]: TEXT": AS_UTC,  # kubectl --timestamps
+    "train\tRun\t%Y-%m-%dT%H:%M:%S.4810000Z TEXT": AS_UTC,  # GitHub Actions
+    "%Y-%m-%dT%H:%M:%S.481+02:00 TEXT": AS_UTC - 7200,
+    "%s.481 TEXT": LOCAL,
+    "[%Y-%m-%d %H:%M:%S,481794][I][components/metrics:437:log] TEXT": LOCAL,  # auroraGPT-ANL/torchtitan, aurora.md
+    "%Y-%m-%d %H:%M:%S.481 | INFO     | torchtitan.metrics:log:437 - TEXT": LOCAL,  # loguru
+    "[%m/%d/%y %H:%M:%S] INFO     TEXT      metrics.py:437": LOCAL - 0.481,  # rich
+    '{"log": "TEXT\\n", "stream": "stdout", "time": "%Y-%m-%dT%H:%M:%S.481Z"}': AS_UTC,  # docker
+    '{"asctime": "%Y-%m-%d %H:%M:%S,481", "message": "TEXT"}': LOCAL,
+    "%b %d %H:%M:%S gpu-01 torchrun[123]: [rank0]: TEXT": LATEST.timestamp() + 5,  # syslog says no year
+    "TEXT": math.nan,
 }
 
 
-@pytest.mark.parametrize("kind", STAMPS)
-def test_time_stamps_and_what_else_stands_around_a_line(kind: str) -> None:
-    around, zone = STAMPS[kind]
-    rows = read_log([around(START + timedelta(seconds=5 * n), COLOURED.format(n, 8 - n / 10)) for n in (1, 2, 3)]).rows
+@pytest.mark.parametrize(("around", "first"), STAMPS.items(), ids=[*map(str, range(len(STAMPS)))])
+def test_time_stamps_and_what_else_stands_around_a_line(around: str, first: float) -> None:
+    moments = {n: START + timedelta(seconds=5 * n) for n in (1, 2, 3)}
+    rows = read_log([at.strftime(around).replace("TEXT", step(n, 8 - n / 10)) for n, at in moments.items()]).rows
     assert steps(rows) == [(0, 1, 7.9), (0, 2, 7.8), (0, 3, 7.7)]
-    if zone == "no time":
-        assert rows["time"].isna().all()
-    else:
-        assert rows["time"].diff()[1:].tolist() == pytest.approx([5, 5])
-    if zone in ("local", "UTC"):
-        start = START.replace(tzinfo=UTC) if zone == "UTC" else START
-        assert rows["time"][0] == pytest.approx(start.timestamp() + 5 + (0 if kind == "rich" else 0.481), abs=1e-3)
+    assert rows["time"].tolist() == pytest.approx([first, first + 5, first + 10], abs=1e-3, nan_ok=True)
+
+
+# JSON has other signs of a colour, `cat -v` and rsyslog too, and a paste has none.
+@pytest.mark.parametrize("escape", ["\x1b", "\\u001b", "\\x1b", "\\033", "^[", "#033", ""])
+def test_a_line_in_colour(escape: str) -> None:
+    text = "E[31mstep: {}  E[38;2;180;60;0mloss: 7.5  E[33mmemory: 1.00GiB(1.00%)  E[34mtps: 4,000E[39m"
+    rows = read_log([stamped(n, text.format(n).replace("E[", f"{escape}[")) for n in (1, 2)]).rows
+    assert rows[["step", "loss", "tps"]].values.tolist() == [[1, 7.5, 4000], [2, 7.5, 4000]]
+    assert rows["time"].tolist() == [START.timestamp() + n for n in (1, 2)]
 
 
 def test_a_log_in_one_line_of_json() -> None:
@@ -191,47 +170,46 @@ def test_a_log_in_one_line_of_json() -> None:
 
 # pytorch/torchtitan#3932 and #1902: logs that were pasted and wrapped.
 @pytest.mark.parametrize("width", [13, 31, 40, 60, 72, 80, 100, 132, 150])
-@pytest.mark.parametrize("short", [False, True])
-def test_wrapped_lines_at_any_width(width: int, short: bool) -> None:
-    lines = [stamped(n, step(n, 8 - n / 10, tps=13_770, memory_gib=4.9)).rstrip() for n in range(1, 8)]
-    lines = [line.partition("  tflops")[0] if short else line for line in lines]
+@pytest.mark.parametrize("end", ["  tflops", "\n"])
+def test_wrapped_lines_at_any_width(width: int, end: str) -> None:
+    lines = [stamped(n, step(n, 8 - n / 10, tps=13_770, memory_gib=4.9)).partition(end)[0] for n in range(1, 8)]
     expected = read_log(lines).rows
     assert len(expected) == 7
     cut = [line[start : start + width] for line in lines for start in range(0, len(line), width)]
-    for wrapped in (
-        cut,
-        [f"> {line}" for line in cut],
-        [part for line in lines for part in textwrap.wrap(line, width)],
-    ):
+    in_words = [part for line in lines for part in textwrap.wrap(line, width)]
+    for wrapped in (cut, [f"> {line}" for line in cut], in_words):
         pd.testing.assert_frame_equal(read_log(wrapped).rows, expected)
 
 
-def test_line_that_torchtitan_itself_writes(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_and_events_that_torchtitan_itself_writes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = pytest.importorskip("torchtitan.components.metrics")
     from torchtitan.tools.utils import Color
 
-    memory = SimpleNamespace(
-        max_active_gib=1.0, max_active_pct=1.0, max_reserved_gib=151.07, max_reserved_pct=84.71,
-        num_alloc_retries=0, num_ooms=0,
-    )  # fmt: skip
+    events = metrics.TensorBoardLogger(str(tmp_path))
+    memory = {"max_active_gib": 1.0, "max_active_pct": 1.0, "max_reserved_gib": 151.07, "max_reserved_pct": 84.71}
+    peak = SimpleNamespace(**memory, num_alloc_retries=0, num_ooms=0)
     processor = SimpleNamespace(
-        num_flops_per_token=80_000_000_000, time_last_log=0.0, ntokens_since_last_log=0, has_quantization=True,
+        num_flops_per_token=80_000_000_000, time_last_log=0.0, ntokens_since_last_log=25_692, has_quantization=False,
         parallel_dims=SimpleNamespace(non_data_parallel_size=1), config=SimpleNamespace(log_freq=10),
-        data_loading_times=[0.1], color=Color(), logger=SimpleNamespace(log=lambda *_: None), gpu_peak_flops=1.0,
-        device_memory_monitor=SimpleNamespace(get_peak_stats=lambda: memory, reset_peak_stats=lambda: None),
+        data_loading_times=[0.1], color=Color(), logger=events, gpu_peak_flops=2e15,
+        device_memory_monitor=SimpleNamespace(get_peak_stats=lambda: peak, reset_peak_stats=lambda: None),
     )  # fmt: skip
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: 2.0)
     with caplog.at_level(logging.INFO):
         metrics.MetricsProcessor.log(processor, 1200, 3.1842, 3.3, 0.221)
+        processor.time_last_log = 0.0
         metrics.MetricsProcessor.log_validation(processor, 3.25, 1200)
+    events.close()
     formatter = logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
     records = [record for record in caplog.records if "step: " in record.getMessage()]
-    read = read_log([formatter.format(record) for record in records])
-    row = read.rows.iloc[0]
-    assert row[["step", "loss", "grad_norm", "memory_gib", "memory_pct"]].tolist() == [
-        1200, 3.1842, 0.221, 151.07, 84.71
-    ]  # fmt: skip
-    assert row["time"] == pytest.approx(records[0].created, abs=0.0011)
-    assert read.validation[["step", "loss", "memory_gib"]].values.tolist() == [[1200, 3.25, 151.07]]
+    names = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
+    for read in (read_log([formatter.format(record) for record in records]), read_tensorboard(tmp_path)):
+        (row,) = read.rows[names].values.tolist()
+        assert row == pytest.approx([1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1027.68, 51.384], rel=1e-4)
+        assert read.rows["time"][0] == pytest.approx(records[0].created, abs=0.1)
+        assert read.validation[["step", "loss", "memory_gib"]].values.tolist() == [[1200, 3.25, pytest.approx(151.07)]]
 
 
 # Segments ----------------------------------------------------------------------------------------------------------
@@ -246,17 +224,15 @@ def test_32_nodes_starting_amid_the_first_rows_are_one_segment_at_each_launch() 
     assert steps(read_log(lines).rows) == [(0, 1, 8.0), (0, 2, 7.9), (1, 1, 8.01), (1, 2, 7.91)]
 
 
+Place = tuple[int, int, float]
+RESTARTED: list[Place] = [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)]
 # Moments and texts of a log's lines, and the segment, step and loss of its rows.
-LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[tuple[int, int, float]]]] = {
+LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[Place]]] = {
     "no row": ([(0, start(1)), (600, start(1)), (660, step(10, 8.0)), (900, start(11))], [(0, 10, 8.0)]),
     "no step repeated": (
-        [(0, start(1)), (9, step(10, 8.0)), (11, start(11)), (20, step(20, 7.0))],
-        [(0, 10, 8.0), (1, 20, 7.0)],
+        [(0, start(1)), (9, step(10, 8.0)), (11, start(11)), (20, step(20, 7.0))], [(0, 10, 8.0), (1, 20, 7.0)]
     ),
-    "no start": (
-        [(300, step(90, 5.1)), (360, step(100, 5.0)), (3720, step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
-    ),
+    "no start": ([(300, step(90, 5.1)), (360, step(100, 5.0)), (3720, step(90, 5.2))], RESTARTED),
     "no start, and the newest step again": (
         [(360, step(100, 5.0)), (3720, step(100, 5.1)), (3780, step(110, 4.9))],
         [(0, 100, 5.0), (1, 100, 5.1), (1, 110, 4.9)],
@@ -266,14 +242,12 @@ LAUNCHES: dict[str, tuple[list[tuple[float | None, str]], list[tuple[int, int, f
         [(0, 100, 5.0), (1, 90, 5.2)],
     ),
     "no times": (
-        [(None, line) for line in (start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+        [(None, line) for line in (start(1), step(90, 5.1), step(100, 5.0), start(81), step(90, 5.2))], RESTARTED
     ),
     "no times and no start": (
-        [(None, line) for line in (step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.2))],
-        [(0, 90, 5.1), (0, 100, 5.0), (1, 90, 5.2)],
+        [(None, line) for line in (step(90, 5.1), step(90, -4.0), step(100, 5.0), step(90, 5.2))], RESTARTED
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -306,50 +280,12 @@ def test_any_interleaving_of_the_ranks_gives_the_same_rows(data: st.DataObject, 
         *[(1, n, pytest.approx(9 - n / 100 + 0.0036)) for n in range(30, 61, 10)],
     ]
     assert set(expected["tps"]) == {4001}  # rank 1 prints before rank 2
-    assert expected["memory_gib"].tolist() == [12 + n / 10 for n in (10, 20, 30, 40, 50, 30, 40, 50, 60)]
+    fullest = [12 + n / 10 for n in (10, 20, 30, 40, 50, 30, 40, 50, 60)]
+    assert expected["memory_gib"].tolist() == fullest
+    assert expected["memory_pct"].tolist() == [pytest.approx(gib / 2, abs=0.01) for gib in fullest]
     order = data.draw(st.permutations([rank for rank, lines in enumerate(ranks) for _ in lines]))
     queues = [iter(lines) for lines in ranks]
     pd.testing.assert_frame_equal(read_log([next(queues[rank]) for rank in order]).rows, expected)
-
-
-# Streaming ---------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=25)
-@given(cuts=st.lists(st.integers(0, 3000), max_size=12), end=st.sampled_from(["", "\n"]))
-def test_follower_polled_anywhere_gives_what_one_read_gives(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], end: str
-) -> None:
-    log = tmp_path_factory.mktemp("follow") / "train.log"
-    content = "".join(chain(*zip(*(pipeline_job(r, starts=True) for r in range(2)), strict=True)))
-    content = content.rstrip("\n") + end
-    follower = LogFollower(log)
-    polls = [follower.poll()]
-    bounds = sorted({0, *(min(cut, len(content)) for cut in cuts), len(content)})
-    for begin, stop in pairwise(bounds):
-        with log.open("a") as file:
-            file.write(content[begin:stop])
-        polls.append(follower.poll())
-    expected = read_log(log).rows
-    assert len(expected) == 9
-    pd.testing.assert_frame_equal(follower.result().rows, expected)
-    joined = pd.concat(polls).drop_duplicates(["segment", "step"], keep="last").sort_values(["segment", "step"])
-    pd.testing.assert_frame_equal(joined.reset_index(drop=True), expected)
-    assert follower.poll().empty
-
-
-def test_follower_survives_truncation_and_replacement(tmp_path: Path) -> None:
-    log = tmp_path / "train.log"
-    follower = LogFollower(log)
-    log.write_text(stamped(0, start(1)) + stamped(100, step(10, 7.0)) + stamped(200, step(20, 6.9)))
-    assert len(follower.poll()) == 2
-    log.write_text(stamped(900, start(11)) + stamped(1000, step(20, 6.8)))
-    assert steps(follower.poll()) == [(1, 20, 6.8)]
-    other = tmp_path / "new.log"
-    other.write_text(stamped(1100, step(30, 6.7)) + "x" * 1000 + "\n")  # longer than what was read
-    other.replace(log)
-    assert steps(follower.poll()) == [(1, 30, 6.7)]
-    assert steps(follower.result().rows) == [(0, 10, 7.0), (0, 20, 6.9), (1, 20, 6.8), (1, 30, 6.7)]
 
 
 def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
@@ -372,9 +308,7 @@ def test_memory_does_not_depend_on_the_size_of_the_log(tmp_path: Path) -> None:
 
 
 def test_a_file_without_steps_is_an_empty_table_and_a_missing_one_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "notes.txt"
-    path.write_text("step by step\n")
-    empty = read_log(path)
+    empty = read_log(["step by step\n"])
     assert (len(empty.rows), empty.segments, tuple(empty.rows.columns)) == (0, 0, COLUMNS)
     with pytest.raises(NotALog, match="no such file"):
         read_log(tmp_path / "missing.log")
@@ -397,23 +331,21 @@ WRITTEN: dict[str, Callable[[str], bytes]] = {
 def test_a_packed_log_and_its_cause_whatever_its_name_says(tmp_path: Path, kind: str, name: str) -> None:
     crash = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no\n'
     path = tmp_path / name
-    path.write_bytes(WRITTEN[kind]((CASES / "restart.log").read_text() + crash))
-    pd.testing.assert_frame_equal(read_log(path).rows, read_log(CASES / "restart.log").rows)
+    path.write_bytes(WRITTEN[kind](RESTART.read_text() + crash))
+    pd.testing.assert_frame_equal(read_log(path).rows, read_log(RESTART).rows)
     assert [collect(place)[0].status.reason for place in (path, tmp_path)] == ["ValueError: no"] * 2
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: Path, kind: str) -> None:
-    line = "step: {}  loss: {:.5f}  memory: 1.00GiB(1.00%)  tps: {:,}  mfu: N/A"
-    lines = [line.format(n, 9 - n / 2000, 4000 + n * n * 7919 % 9973) for n in range(1, 4001)]
+    lines = [step(n, 9 - n / 2000, tps=4000 + n * n * 7919 % 9973) for n in range(1, 4001)]
     path = tmp_path / "train.log"
     packed = PACKED[kind]("\n".join(lines).encode())
     path.write_bytes(packed[: len(packed) // 2])
     read = read_log(path)
     assert 1000 < len(read.rows) < 4000
     assert read.rows["loss"].tolist() == [round(9 - n / 2000, 5) for n in range(1, len(read.rows) + 1)]
-    assert read.notes == ("train.log is cut off: its end is missing",)
-    assert collect(path)[0].notes == read.notes
+    assert collect(path)[0].notes == read.notes == ("train.log is cut off: its end is missing",)
 
 
 @pytest.mark.parametrize(
@@ -447,65 +379,72 @@ def test_what_is_no_torchtitan_log_says_what_was_seen(tmp_path: Path, content: s
 
 @pytest.mark.parametrize("digits", [16, 5_000])
 def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
-    line, number = "step: {}  loss:  7.20000  memory: 1.00GiB(1.00%)  tps: 4,000  mfu: N/A", "9" * digits
-    damaged = [line.format(number), start(number), f"Loss is not finite (global_avg_loss=nan) at step {number}."]
-    read = read_log([line.format(1), *damaged, line.format(2)])
+    number = "9" * digits
+    damaged = [
+        step(1, 7.2).replace(" 1 ", number),
+        start(number),
+        f"Loss is not finite (global_avg_loss=nan) at step {number}.",
+    ]
+    read = read_log([step(1, 7.2), *damaged, step(2, 7.2)])
     assert (read.rows["step"].tolist(), read.segments, read.reason) == ([1, 2], 1, None)
 
 
 # Several runs in one file --------------------------------------------------------------------------------------------
 
 
-def launch(first: int, last: int, at: float, shift: float = 0.0, mesh: str = "") -> list[str]:
-    lines = [stamped(at, f"Building device mesh with parallelism: {mesh}")] if mesh else []
-    lines += [stamped(at + 1, start(first))]
+def launch(first: int, last: int, at: float, shift: float = 0.0, ep: int | None = None) -> list[str]:
+    mesh = f"Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep={ep}"
+    lines = [*([stamped(at, mesh)] if ep else []), stamped(at + 1, start(first))]
     return lines + [stamped(at + 10 * n, step(n, 9 - n / 10 + shift)) for n in range(first, last + 1)]
-
-
-def runs_in(tmp_path: Path, lines: list[str]) -> list[tuple[str, int, int]]:
-    (tmp_path / "job.log").write_text("".join(lines))
-    return [(run.run, run.segments, len(run.rows)) for run in collect(tmp_path / "job.log")]
-
-
-TWO = [("job (run 1 of 2)", 1, 30), ("job (run 2 of 2)", 1, 30)]
-MESH = "pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep={}"
 
 
 def without_times(lines: list[str]) -> list[str]:
     return [line.partition(" - INFO - ")[2] for line in lines]
 
 
-def test_a_restart_is_one_run_in_whatever_order_its_launches_are_pasted(tmp_path: Path) -> None:
-    launches = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
-    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
-        assert runs_in(tmp_path, [line for index in order for line in launches[index]]) == [("job", 3, 34)]
-        assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[10:14] == [11, 12, 11, 12]
-    assert runs_in(tmp_path, launch(1, 5, 0) + launch(1, 30, 1000, 0.0005)) == [("job", 2, 35)]  # no checkpoint yet
-    autumn = launch(1, 10, 3600) + [line for line in launch(11, 20, 30) if "step:" in line]
-    assert runs_in(tmp_path, autumn) == [("job", 1, 20)]
-    newest_first = without_times(launch(11, 30, 0)) + without_times(launch(1, 12, 0, 0.004))
-    assert runs_in(tmp_path, newest_first) == [("job", 2, 32)]
-    assert collect(tmp_path / "job.log")[0].rows["step"].tolist()[:12] == list(range(1, 13))
+ONE, OTHER = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
+THREE = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
+AUTUMN = launch(1, 10, 3600) + [
+    line for line in launch(11, 20, 30) if "step:" in line
+]  # the clock goes back by an hour
+NEWEST_FIRST = without_times(launch(11, 30, 0) + launch(1, 12, 0, 0.004))
+TWO = [(f"job (run {number} of 2)", 1, [*range(1, 31)]) for number in (1, 2)]
+RESTART_OF_THREE = [("job", 3, [*range(1, 13), *range(11, 23), *range(21, 31)])]
 
 
-def test_logs_of_other_seeds_or_settings_in_one_file_are_runs(tmp_path: Path) -> None:
-    one, other = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
-    assert runs_in(tmp_path, one + other) == runs_in(tmp_path, other + one) == TWO
-    assert runs_in(tmp_path, without_times(one) + without_times(other)) == TWO
-    settings = launch(1, 30, 0, mesh=MESH.format(8)) + launch(1, 30, 1000, 0.0001, mesh=MESH.format(4))
-    assert runs_in(tmp_path, settings) == TWO
-    diverged = [line.replace(" 6.00000", " nan") for line in one] + other
-    assert runs_in(tmp_path, diverged) == TWO
-    assert [run.status.reason for run in collect(tmp_path / "job.log")] == ["loss is nan at step 30 (segment 0)", None]
+@pytest.mark.parametrize(
+    ("lines", "runs"),
+    [
+        *[
+            (chain(*launches), RESTART_OF_THREE) for launches in permutations(THREE)
+        ],  # in whatever order they are pasted
+        (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), [("job", 2, [*range(1, 6), *range(1, 31)])]),  # no checkpoint
+        (AUTUMN, [("job", 1, [*range(1, 21)])]),
+        (NEWEST_FIRST, [("job", 2, [*range(1, 13), *range(11, 31)])]),
+        *[(lines, TWO) for lines in (ONE + OTHER, OTHER + ONE, without_times(ONE + OTHER))],  # of other seeds
+        (launch(1, 30, 0, ep=8) + launch(1, 30, 1000, 0.0001, ep=4), TWO),  # of other settings
+    ],
+)
+def test_a_restart_is_one_run_and_other_seeds_or_settings_are_others(
+    tmp_path: Path, lines: Iterable[str], runs: list[tuple[str, int, list[int]]]
+) -> None:
+    (tmp_path / "job.log").write_text("".join(lines))
+    assert [(run.run, run.segments, run.rows["step"].tolist()) for run in collect(tmp_path / "job.log")] == runs
+
+
+def test_of_two_runs_one_diverged(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(ONE + OTHER).replace(" 6.00000", " nan"))
+    reasons = [run.status.reason for run in collect(tmp_path / "job.log")]
+    assert reasons == ["loss is nan at step 30 (segment 0)", None]
 
 
 @pytest.mark.parametrize("lag", [2, 95])
 def test_two_runs_whose_lines_are_mixed_are_refused(tmp_path: Path, lag: int) -> None:
-    lines = sorted(launch(1, 30, 0) + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
-    with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
-        runs_in(tmp_path, lines)
-    with pytest.raises(BadInput, match="mixed"):
-        runs_in(tmp_path, without_times(lines))
+    mixed = sorted(ONE + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
+    for lines in (mixed, without_times(mixed)):
+        (tmp_path / "job.log").write_text("".join(lines))
+        with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
+            collect(tmp_path / "job.log")
 
 
 # pytorch/torchtitan#1232, #931, #550 and #547: a loss of -1 under pipeline parallelism
@@ -522,7 +461,6 @@ def test_a_log_without_a_loss_says_which_rank_has_it(tmp_path: Path, line: str, 
     path = tmp_path / "train.log"
     path.write_text(stamped(0, line) + "".join(stamped(n, step(n, "-1.0000" if n < 3 else "-2e0")) for n in (1, 2, 3)))
     (one,) = collect(path)
+    (note,) = one.to_json()["notes"]
     assert one.rows["loss"].isna().tolist() == [True] * 3
-    assert f"Give the log of {rank}" in one.notes[0]
-    assert one.notes[0] in one.summary
-    assert one.notes == tuple(one.to_json()["notes"])
+    assert (f"Give the log of {rank}" in note, note in one.summary) == (True, True)

@@ -1,11 +1,13 @@
-"""GPUs as nvidia-smi and ``CUDA_VISIBLE_DEVICES`` tell of them, and an nvidia-smi that fails."""
+"""What this machine has, as nvidia-smi and control groups tell of it, and what the doctor makes of that."""
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,20 +15,15 @@ import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi, with_files
 from processes import program
 
-from moelab import cli, machine
+from moelab import cli, doctor, machine
+from moelab.doctor import examine
+from moelab.experiment import EPBackend, Precision
+from moelab.finding import Finding
 from moelab.health.node import check_gpus, report
-from moelab.machine import GpuInfo, GpusUnknown, environment, gpu_problem, gpus
+from moelab.launch import capability
+from moelab.machine import GpusUnknown, environment, gpu_problem, gpus
 from moelab.notebooks.all_to_all import can_use_gpus
 from moelab.notebooks.parameters import StartParameters
-
-FOUR = "\n".join(f"GPU {index}: NVIDIA B200 (UUID: GPU-{index}a5d-11ef)" for index in range(4))
-MIG = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a5d-11ef)
-  MIG 3g.40gb     Device  0: (UUID: MIG-7c1e-0001)
-  MIG 1g.10gb     Device  1: (UUID: MIG-7c1e-0002)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1a5d-11ef)"""
-DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
-
 
 Smi = Callable[..., Path]
 
@@ -38,158 +35,129 @@ def smi(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Smi]:
     forget()
 
 
-def rows(count: int) -> list[str]:
-    """Rows of GPUs that differ in their memory, which tells them apart."""
-    return [f"NVIDIA B200, 10.0, 580.95.05, {100_000 + index}" for index in range(count)]
+def seen() -> list[str]:
+    """Rows as nvidia-smi prints them."""
+    return [f"{gpu.name}, {gpu.capability}, {gpu.driver}, {gpu.memory_mib}" for gpu in gpus()]
 
 
-def visible() -> list[int]:
-    return [(gpu.memory_mib or 0) - 100_000 for gpu in gpus()]
-
-
-def test_gpus_are_read_from_nvidia_smi(smi: Smi, tmp_path: Path) -> None:
-    smi(B200, B200)
-    one = GpuInfo(name="NVIDIA B200", capability=10.0, driver="580.95.05", memory_mib=183_359)
-    assert gpus() == (one, one)
-    assert gpu_problem() is None
-    assert len((tmp_path / "asked").read_text().splitlines()) == 2  # the query and -L, once
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ("GRID A100X-40C, [N/A], 535.104.05, 40960", ("GRID A100X-40C", None, 40_960)),
-        ("NVIDIA GB10, 12.1, 580.95.05, [N/A]", ("NVIDIA GB10", 12.1, None)),
-        ("Tesla K80, [Not Supported], 470.1, [Not Supported]", ("Tesla K80", None, None)),
-        ("NVIDIA A100-SXM4-40GB, 8.0, 550.54.15, [Insufficient Permissions]", ("NVIDIA A100-SXM4-40GB", 8.0, None)),
-        ("Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559", ("Acme, Inc. Model 9, rev. 2", 9.0, 81_559)),
-        ("NVIDIA B300, 10,3, 580.1, 143.771", ("NVIDIA B300", 10.3, 143_771)),  # numbers of another language
-        ("NVIDIA H200, 9.0, 570.1, 143,771 MiB", ("NVIDIA H200", 9.0, 143_771)),
-        ("Orin (nvgpu), [N/A], 540.4.0, [Not Supported]\r", ("Orin (nvgpu)", None, None)),
-    ],
-)
-def test_what_a_gpu_does_not_say_is_not_known(
-    smi: Smi, row: str, expected: tuple[str, float | None, int | None]
-) -> None:
-    smi(row)
-    (gpu,) = gpus()
-    assert (gpu.name, gpu.capability, gpu.memory_mib) == expected
-
-
+VGPU, GB10 = "GRID A100X-40C, [N/A], 535.104.05, 40960", "NVIDIA GB10, 12.1, 580.95.05, [N/A]"
 NOISE = """\
 * Welcome, users! Maintenance on 3.12, 9.0 h
 ERROR: ld.so: object 'libx.so' from LD_PRELOAD cannot be preloaded (cannot open shared object file): ignored.
 name, compute_cap, driver_version, memory.total [MiB]
-WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1
-"""
-
-
-@pytest.mark.parametrize("code", [0, machine.LISTS_DESPITE])
-def test_warnings_banners_and_a_header_are_passed_over(smi: Smi, code: int) -> None:
-    smi(NOISE, H100, NOISE, H100, code=code)
-    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [("NVIDIA H100 80GB HBM3", 81_559)] * 2
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        ("", []),
-        ("-1", []),
-        ("NoDevFiles", []),
-        ("3,1", [3, 1]),
-        (" 2", [2]),
-        ("1,-1,2", [1]),
-        ("0,9,1", [0]),
-        ("1,1", []),
-        ("0,GPU-1a5d-11ef", [0]),
-        ("GPU-2a5d-11ef,GPU-0a5d-11ef", [2, 0]),
-        ("GPU-3a", [3]),
-        ("GPU-ffff", []),
-        ("GPU-1a5d-11ef,0", [1]),
-    ],
-)
-def test_what_cuda_visible_devices_leaves(
-    smi: Smi, monkeypatch: pytest.MonkeyPatch, chosen: str, expected: list[int]
-) -> None:
-    smi(*rows(4), listed=FOUR)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert visible() == expected
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        (None, [("MIG 3g.40gb", 38_146)]),
-        ("0", [("MIG 3g.40gb", 38_146)]),
-        ("1", [("", 81_559)]),
-        ("MIG-7c1e-0002", [("MIG 1g.10gb", 9_536)]),
-        ("MIG-7c1e-0002,MIG-7c1e-0001", [("MIG 1g.10gb", 9_536)]),
-        ("MIG-ffff", []),
-    ],
-)
-def test_a_process_has_one_mig_instance(
-    smi: Smi, monkeypatch: pytest.MonkeyPatch, chosen: str | None, expected: list[tuple[str, int]]
-) -> None:
-    smi(H100, H100, listed=MIG)
-    if chosen is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
-    assert [(gpu.name, gpu.memory_mib) for gpu in gpus()] == [
-        (f"NVIDIA H100 80GB HBM3 {name}".strip(), mib) for name, mib in expected
-    ]
-
-
-def test_a_gpu_in_mig_mode_without_instances_is_none_for_cuda(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = "\n".join(line for line in MIG.splitlines() if line.startswith("GPU"))
-    smi(f"{H100}, Enabled", f"{H100}, Disabled", listed=listed)
-    assert len(gpus()) == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode without an instance, so CUDA sees no GPU"):
-        gpus()
-    smi(f"{H100}, Enabled", f"{H100}, [N/A]", listed=MIG)
-    assert [gpu.memory_mib for gpu in gpus()] == [38_146]
-
-
-# An nvidia-smi that fails
-
-
-@pytest.mark.parametrize(
-    ("said", "code", "words"),
-    [
-        (MISMATCH, 18, "(exit code 18): Failed to initialize NVML: Driver/library version mismatch; NVML library"),
-        (DRIVER, 9, "(exit code 9): NVIDIA-SMI has failed because it couldn't communicate"),
-        ("No devices were found", 6, "(exit code 6): No devices were found"),
-        ("No devices were found", 0, "(exit code 0): No devices were found"),
-        ("", 0, "(exit code 0): it lists no GPU"),
-        (f"{B200}\nUnable to determine the device handle for GPU1: Unknown Error", 15, "Unable to determine"),
-        (f"{B200}\nUnable to determine the device handle for GPU1: 0000:1A:00.0: GPU is lost.", 0, "GPU is lost"),
-        (f"{B200}\n[GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", 0, "[GPU is lost]"),
-        ("NVIDIA H100 80GB HBM3, 9.0, [GPU requires reset], [GPU requires reset]", 0, "[GPU requires reset]"),
-        ("NVIDIA A100, [Unknown Error], 550.1, ERR!", 0, "[Unknown Error]"),
-        ("Failed to initialize NVML: Unknown Error", 255, "(exit code 255): Failed to initialize NVML: Unknown Error"),
-        ("Failed to initialize NVML: Insufficient Permissions", 4, "Insufficient Permissions"),
-        ("NVIDIA H100 80GB HBM3, 9.0", 0, "NVIDIA H100 80GB HBM3, 9.0"),  # columns are missing
-    ],
-)
-def test_a_machine_with_broken_gpus_is_not_one_without(
-    smi: Smi, monkeypatch: pytest.MonkeyPatch, said: str, code: int, words: str
-) -> None:
-    smi(said, code=code)
-    with pytest.raises(GpusUnknown, match="hardware=cpu") as caught:
-        gpus()
-    assert words in str(caught.value)
-    assert words in str(gpu_problem())
-    assert caught.value.exit_code == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # hidden on purpose: there is nothing to ask
-    assert gpus() == ()
-
-
-def test_a_driver_that_does_not_know_compute_cap(smi: Smi) -> None:
-    body = """case "$1" in
+WARNING: infoROM is corrupted at gpu 0000:18:00.0, slot 1"""
+BEFORE_510 = """case "$1" in
 *compute_cap*) echo 'Field "compute_cap" is not a valid field to query.'; exit 2;;
 --query*) echo 'Tesla V100-SXM2-32GB, 470.57.02, 32510'; exit 0;;
 esac"""
-    smi(body=body)
-    assert gpus() == (GpuInfo(name="Tesla V100-SXM2-32GB", capability=None, driver="470.57.02", memory_mib=32_510),)
+
+
+@pytest.mark.parametrize(
+    ("printed", "row"),
+    [
+        (B200, B200),
+        (f"{NOISE}\n{H100}\n{NOISE}", H100),
+        (VGPU, "GRID A100X-40C, None, 535.104.05, 40960"),
+        (GB10, "NVIDIA GB10, 12.1, 580.95.05, None"),
+        ("Tesla K80, [Not Supported], 470.1, [Not Supported]", "Tesla K80, None, 470.1, None"),
+        ("NVIDIA A100, 8.0, 550.54.15, [Insufficient Permissions]", "NVIDIA A100, 8.0, 550.54.15, None"),
+        ("Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559", "Acme, Inc. Model 9, rev. 2, 9.0, 580.1, 81559"),
+        ("NVIDIA B300, 10,3, 580.1, 143.771", "NVIDIA B300, 10.3, 580.1, 143771"),  # numbers of another language
+        ("NVIDIA H200, 9.0, 570.1, 143,771 MiB", "NVIDIA H200, 9.0, 570.1, 143771"),
+        ("Orin (nvgpu), [N/A], 540.4.0, [Not Supported]\r", "Orin (nvgpu), None, 540.4.0, None"),
+    ],
+)
+def test_gpus_are_read_from_nvidia_smi(smi: Smi, printed: str, row: str) -> None:
+    for code in (0, machine.LISTS_DESPITE):
+        smi(printed, printed, code=code)
+        assert seen() == [row, row]
+        assert gpu_problem() is None
+
+
+def test_a_driver_that_does_not_know_compute_cap_and_one_that_does_not_tell_uuids(smi: Smi) -> None:
+    smi(body=BEFORE_510)
+    assert seen() == ["Tesla V100-SXM2-32GB, None, 470.57.02, 32510"]
+    no_uuids = f'[ "$1" = -L ] && exit 255; echo "{B200}"'
+    smi(body=no_uuids)
+    assert seen() == [B200]
+    smi(body=no_uuids, visible="GPU-0a5d-11ef")
+    with pytest.raises(GpusUnknown, match="names GPUs by UUID"):
+        gpus()
+
+
+FOUR = "\n".join(f"GPU {index}: NVIDIA B200 (UUID: GPU-{index}a5d-11ef)" for index in range(4))
+MIG = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a5d-11ef)
+  MIG 3g.40gb     Device  0: (UUID: MIG-7c1e-0001)
+  MIG 1g.10gb     Device  1: (UUID: MIG-7c1e-0002)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-1a5d-11ef)"""
+
+
+def left(smi: Smi, *rows: str, listed: str, choices: Iterable[str]) -> dict[str, tuple[int | None, ...]]:
+    """By ``CUDA_VISIBLE_DEVICES``, the memory of what it leaves, which tells GPUs and instances apart."""
+    memory_mib = {}
+    for visible in choices:
+        smi(*rows, listed=listed, visible=visible)
+        memory_mib[visible] = tuple(gpu.memory_mib for gpu in gpus())
+    return memory_mib
+
+
+def test_what_cuda_visible_devices_leaves(smi: Smi) -> None:
+    four = [f"NVIDIA B200, 10.0, 580.95.05, {index}" for index in range(4)]
+    numbers = {"3,1": (3, 1), " 2": (2,), "1,-1,2": (1,), "0,9,1": (0,), "0,GPU-1a5d-11ef": (0,)}
+    uuids = {"GPU-3a": (3,), "GPU-2a5d-11ef,GPU-0a5d-11ef": (2, 0), "GPU-1a5d-11ef,0": (1,)}
+    expected = numbers | uuids | dict.fromkeys(("", "-1", "NoDevFiles", "1,1", "GPU-ffff"), ())
+    assert left(smi, *four, listed=FOUR, choices=expected) == expected
+    both = "MIG-7c1e-0002,MIG-7c1e-0001"  # a process has one instance
+    instances = {"0": (38_146,), "1": (81_559,), "MIG-7c1e-0002": (9_536,), both: (9_536,), "MIG-ffff": ()}
+    assert left(smi, H100, H100, listed=MIG, choices=instances) == instances
+
+
+def test_a_gpu_in_mig_mode_is_its_instance_or_none(smi: Smi) -> None:
+    for mode in ("Enabled", "[N/A]"):
+        smi(f"{H100}, {mode}", f"{H100}, [N/A]", listed=MIG)
+        assert seen() == ["NVIDIA H100 80GB HBM3 MIG 3g.40gb, 9.0, 570.1, 38146"]
+    without = "\n".join(line for line in MIG.splitlines() if line.startswith("GPU"))
+    smi(f"{H100}, Enabled", f"{H100}, Disabled", listed=without)
+    assert seen() == [H100]
+    smi(f"{H100}, Enabled", f"{H100}, Disabled", listed=without, visible="0")
+    with pytest.raises(GpusUnknown, match="GPU 0 is in MIG mode without an instance, so CUDA sees no GPU"):
+        gpus()
+
+
+# --- an nvidia-smi that fails, or is missing
+
+
+LOST = f"{B200}\nUnable to determine the device handle for GPU1"
+
+
+@pytest.mark.parametrize(
+    ("printed", "code"),
+    [
+        (MISMATCH, 18),
+        ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", 9),
+        ("Failed to initialize NVML: Unknown Error", 255),
+        ("Failed to initialize NVML: Insufficient Permissions", 4),
+        ("No devices were found", 6),
+        ("No devices were found", 0),
+        ("", 0),
+        (f"{LOST}: Unknown Error", 15),
+        (f"{LOST}: 0000:1A:00.0: GPU is lost.", 0),
+        (f"{B200}\n[GPU is lost], [GPU is lost], [GPU is lost], [GPU is lost]", 0),
+        ("NVIDIA H100 80GB HBM3, 9.0, [GPU requires reset], [GPU requires reset]", 0),
+        ("NVIDIA A100, [Unknown Error], 550.1, ERR!", 0),
+        ("NVIDIA H100 80GB HBM3, 9.0", 0),  # columns are missing
+        (B200, 9),
+    ],
+)
+def test_a_machine_with_broken_gpus_is_not_one_without(smi: Smi, printed: str, code: int) -> None:
+    smi(printed, code=code)
+    words = printed.replace("\n", "; ").rstrip(".") or "it lists no GPU"
+    assert gpu_problem() == f"nvidia-smi fails (exit code {code}): {words}"
+    with pytest.raises(GpusUnknown, match="hardware=cpu"):
+        gpus()
+    smi(printed, code=code, visible="")  # hidden on purpose: there is nothing to ask
+    assert gpus() == ()
 
 
 def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,34 +172,6 @@ def test_an_nvidia_smi_that_hangs_or_cannot_be_started_fails(smi: Smi, monkeypat
     assert gpu_problem() == "nvidia-smi fails: Exec format error"
 
 
-def test_uuids_that_cannot_be_looked_up_are_a_failure(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(body=f'[ "$1" = -L ] && exit 255; echo "{B200}"')
-    assert len(gpus()) == 1
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0a5d-11ef")
-    with pytest.raises(GpusUnknown, match="names GPUs by UUID"):
-        gpus()
-
-
-def without_nvidia_smi(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """A machine that has nothing on PATH but what a test puts there, and no device."""
-    monkeypatch.setenv("PATH", f"{folder}:/bin")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(machine, "DEVICES", folder / "dev")
-    forget()
-
-
-def test_devices_without_nvidia_smi_are_no_machine_without_gpus(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    without_nvidia_smi(monkeypatch, tmp_path)
-    (tmp_path / "dev").mkdir()
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / "dev" / name).touch()
-    with pytest.raises(GpusUnknown, match="NVIDIA_DRIVER_CAPABILITIES=compute,utility") as caught:
-        gpus()
-    assert caught.value.found == f"nvidia-smi is missing, but there are 2 GPU devices ({tmp_path}/dev/nvidia0)"
-
-
 ROCM_SMI = """\
 ============================ ROCm System Management Interface ============================
 ====================================== Product Info ======================================
@@ -243,38 +183,42 @@ AMD_SMI = "GPU: 0\n    ASIC:\n        MARKET_NAME: AMD Instinct MI350X\n        
 
 
 @pytest.mark.parametrize(
-    ("name", "said", "found"),
+    ("name", "printed", "devices", "problem"),
     [
-        ("rocm-smi", ROCM_SMI, "rocm-smi lists 2 × AMD Instinct MI355X"),
-        ("amd-smi", AMD_SMI, "amd-smi lists 1 × AMD Instinct MI350X"),
-        ("rocm-smi", "GPU[0]\t\t: Card Series: \t\tAMD Radeon 780M Graphics", None),  # a laptop's
-        ("rocm-smi", "ERROR: No AMD GPUs", None),
+        ("rocm-smi", ROCM_SMI, (), "rocm-smi lists 2 × AMD Instinct MI355X"),
+        ("amd-smi", AMD_SMI, (), "amd-smi lists 1 × AMD Instinct MI350X"),
+        ("rocm-smi", "GPU[0]\t\t: Card Series: \t\tAMD Radeon 780M Graphics", (), None),  # a laptop's
+        ("rocm-smi", "ERROR: No AMD GPUs", ("nvidiactl", "nvidia-uvm"), None),
+        ("true", "", ("nvidia0", "nvidia1", "nvidiactl"), "nvidia-smi is missing, but there are 2 GPU devices ({}0)"),
     ],
 )
-def test_gpus_of_amd_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, said: str, found: str | None
+def test_a_machine_without_nvidia_smi(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    printed: str,
+    devices: tuple[str, ...],
+    problem: str | None,
 ) -> None:
-    program(tmp_path, name, f"cat <<'P'\n{said}\nP")
-    without_nvidia_smi(monkeypatch, tmp_path)
-    assert gpu_problem() == found
-    if found:
-        with pytest.raises(GpusUnknown, match="moelab has never run on ROCm, use the processor with hardware=cpu"):
+    program(tmp_path, name, f"cat <<'P'\n{printed}\nP")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path / "dev")
+    with_files(tmp_path / "dev", dict.fromkeys(devices, ""))
+    forget()
+    assert gpu_problem() == (problem and problem.format(tmp_path / "dev" / "nvidia"))
+    if problem:
+        remedy = "NVIDIA_DRIVER_CAPABILITIES=compute,utility" if devices else "moelab has never run on ROCm"
+        with pytest.raises(GpusUnknown, match=remedy):
             gpus()
+    else:
+        assert gpus() == ()
 
 
-def test_a_machine_without_nvidia_smi_has_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    without_nvidia_smi(monkeypatch, tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus() == ()
-    assert machine.git_commit() is None
+# --- limits of containers and jobs, by their control groups
 
 
-# Containers and jobs: limits of control groups, not the machine's sizes
-
-
-GROUP = "proc/self/cgroup"
-SYS = "sys/fs/cgroup"
-JOB = "system.slice/slurmstepd.scope/job_7"
+GROUP, SYS, JOB = "proc/self/cgroup", "sys/fs/cgroup", "system.slice/slurmstepd.scope/job_7"
 
 
 def version_1(*, memory: str, quota: str) -> dict[str, str]:
@@ -297,58 +241,149 @@ def version_1(*, memory: str, quota: str) -> dict[str, str]:
         ({GROUP: "5:memory:/\n4:cpu,cpuacct:/\n", **version_1(memory="9223372036854771712", quota="-1")}, None, None),
     ],
 )  # fmt: skip
-def test_limits_of_control_groups(tmp_path: Path, files: dict[str, str], gib: int | None, most: int | None) -> None:
-    root = with_files(tmp_path, files)
-    assert machine.memory_bytes(root) == (gib << 30 if gib else machine.physical_memory_bytes())
+def test_limits_of_control_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], gib: int | None, most: int | None
+) -> None:
+    root, machine_bytes = with_files(tmp_path, files), machine.physical_memory_bytes()
+    assert machine.memory_bytes(root) == (gib << 30 if gib else machine_bytes)
     assert machine.cores(root) == (most or len(os.sched_getaffinity(0)))
+    monkeypatch.setattr(doctor, "memory_bytes", partial(machine.memory_bytes, root))
+    told = f" of the machine's {machine_bytes / 2**30:.0f}, by the limit of this container or job" if gib else ""
+    one = finding("processor and memory")
+    assert one.found.endswith(f" {gib or machine_bytes / 2**30:.0f} GiB{told}")
+    assert one.remedy == ("two ranks of nano need about 4 GiB" if gib else "")
 
 
-@pytest.fixture
-def broken(smi: Smi) -> str:
+# --- the doctor, and the plan for the machine at hand
+
+
+def finding(name: str) -> Finding:
+    (found,) = [one for one in examine().findings if one.name == name]
+    return found
+
+
+EMULATED = "runs emulated: MXFP8 numerics, not its speed"
+OF_B200 = "NVIDIA B200, SM100, driver 580.95.05"
+OF_VGPU = "GRID A100X-40C, of unknown SM version, driver 535.104.05"
+UNKNOWN = "the peak rates of {} are unknown: no MFU, no projection"
+SEVERAL = "a run on several kinds of GPU is as slow as the slowest; choose one with CUDA_VISIBLE_DEVICES"
+SLOW, FAST = {"bf16_standard", "mxfp8_standard", "nvfp4_standard"}, {"fp8_standard", "bf16_minimal_async_ep"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "found", "advice", "arms", "mxfp8"),
+    [
+        ([B200] * 2, f"2 × {OF_B200}", "", SLOW | FAST, "runs with native kernels"),
+        ([H100, B200], f"1 × NVIDIA H100 80GB HBM3, SM90, driver 570.1; 1 × {OF_B200}", SEVERAL, SLOW | FAST, EMULATED),
+        ([VGPU], f"1 × {OF_VGPU}", UNKNOWN.format("GRID A100X-40C"), SLOW, EMULATED),
+        # one GPU is enough, and native MXFP8 is not promised beyond SM100
+        ([GB10], "1 × NVIDIA GB10, SM121, driver 580.95.05", UNKNOWN.format("NVIDIA GB10"), SLOW, EMULATED),
+    ],
+)
+def test_gpus_and_their_arms(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[str], found: str, advice: str, arms: set[str], mxfp8: str
+) -> None:
+    monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
+    smi(*rows)
+    examined = examine()
+    gpu = next(one for one in examined.findings if one.name == "GPUs")
+    assert (gpu.ok, gpu.found, gpu.remedy, examined.failed) == (True, found, advice, False)
+    kernels = {arm.name: arm.kernels for arm in examined.arms if not arm.reason}
+    assert (kernels.keys(), kernels["mxfp8_standard"]) == (arms, mxfp8)
+
+
+def test_arms_of_a_cpu(smi: Smi) -> None:
+    smi(B200, visible="")
+    assert finding("GPUs").found.startswith("none left by CUDA_VISIBLE_DEVICES=''; ranks run as processes on the CPU")
+    found = {arm.name: arm for arm in examine().arms}
+    assert len(found) == len(Precision) * len(EPBackend)
+    assert {name: arm.kernels for name, arm in found.items() if not arm.reason} == {
+        "bf16_standard": "runs",
+        "mxfp8_standard": EMULATED,
+        "nvfp4_standard": EMULATED.replace("MXFP8", "NVFP4"),
+    }
+    assert found["mxfp8_deepep"].reason.startswith("ep_backend is deepep: it needs CUDA")
+    assert all(arm.reason.count(f"{field} is ") <= 1 for arm in found.values() for field in ("precision", "ep_backend"))
+
+
+def test_memory_errors_are_a_failed_check(smi: Smi) -> None:
+    states = [f"{index}, 0000:0{index}:00.0, 1980 MHz, 60, {errors}, 0x4" for index, errors in enumerate((0, 3))]
+    smi(body=f"[[ $1 = *ecc* ]] && printf '%s\\n' '{states[0]}' '{states[1]}' || printf '%s\\n' '{H100}' '{H100}'")
+    assert finding("ECC errors").found == "GPU 1: 3 uncorrected"
+    assert finding("GPUs").ok
+    assert examine().failed
+
+
+def test_versions(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, installed, visible, advice in (
+        ("torch", "2.14.1+cu130", None, ""),
+        ("torch", "2.14.1+cpu", "", ""),
+        ("torch", "2.14.1+cpu", None, "this build has no CUDA and cannot see the GPUs"),
+        ("torch", "2.140.0", "", "moelab needs torch 2.14"),
+        ("torchao", "0.18.1", None, "moelab needs torchao 0.18.0"),
+        ("torchtitan", None, "", "moelab needs torchtitan 0.3.0"),
+    ):
+        smi(B200, visible=visible)
+        monkeypatch.setattr(doctor, "version", {package: installed}.get)
+        one = finding(package)
+        assert (one.ok, one.found, one.remedy.partition(":")[0]) == (not advice, installed or "not installed", advice)
+
+
+# --- what follows for plans, runs, records and notebooks
+
+
+def test_a_driver_that_fails_is_refused_and_told_of_everywhere(
+    smi: Smi, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     smi(MISMATCH, code=18)
-    return "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
-
-
-def test_a_broken_machine_is_refused_by_name(broken: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
     file = tmp_path / "study.yaml"
     file.write_text("name: s\nsteps: 2\n")
     for verb in (["run", str(file), "--runs", str(tmp_path / "runs")], ["plan", str(file)]):
         assert cli.main(verb) == 3
         assert broken in capsys.readouterr().err
     assert not (tmp_path / "runs" / "s").exists()
-    assert cli.main(["plan", str(file), "--set", "hardware=cpu", "--json"]) == 0
-    assert cli.main(["plan", str(file), "--set", "hardware=b200_node", "--json"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("row", "fits", "note"),
-    [
-        ("NVIDIA H100 NVL, 9.0, 580.1, 95830", True, None),
-        ("GRID A100X-40C, [N/A], 535.104.05, 40960", True, None),
-        ("GRID A100X-40C, [N/A], 535.104.05, [N/A]", None, "the memory of GRID A100X-40C is not known"),
-    ],
-)
-def test_a_plan_for_the_machine_at_hand(
-    smi: Smi, tmp_path: Path, capsys: pytest.CaptureFixture[str], row: str, fits: bool | None, note: str | None
-) -> None:
-    smi(row, row)
-    file = tmp_path / "study.yaml"
-    file.write_text("name: s\nsteps: 2\n")
-    assert cli.main(["plan", str(file), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] is fits
-    assert (told["capacity_gib"] is None) == (fits is None)
-    assert any(note in one for one in told["notes"]) if note else "not known" not in str(told["notes"])
-    assert cli.main(["project", str(file)]) == 2  # neither has NVLink between all GPUs
-    assert "has no " in capsys.readouterr().err
-
-
-def test_a_broken_machine_is_told_of_in_every_record_and_notebook(broken: str) -> None:
-    here, told, (found,) = environment(), report(), check_gpus([])
-    assert here["gpus"] == json.loads(json.dumps(told))["gpus"] == []
-    assert here["gpu_problem"].startswith(broken)
-    assert told["gpu_problem"] == here["gpu_problem"] == found.found
-    assert found.severity == "error"
+    for hardware in ("cpu", "b200_node"):
+        assert cli.main(["plan", str(file), "--set", f"hardware={hardware}"]) == 0
     for ask in (StartParameters(study="s", runs_dir="runs", ranks=0, steps=2).to_study, can_use_gpus):
         with pytest.raises(GpusUnknown, match="version mismatch"):  # not taken for a processor
             ask()
+    here, told, (one,) = environment(), report(), check_gpus([])
+    assert here["gpus"] == told["gpus"] == []
+    assert here["gpu_problem"] == told["gpu_problem"] == one.found
+    assert (one.found.startswith(broken), one.severity) == (True, "error")
+    capsys.readouterr()
+    assert cli.main(["doctor", "--json"]) == 1
+    doctors = json.loads(capsys.readouterr().out)
+    assert doctors["environment"]["gpu_problem"].startswith(broken)
+    assert not any(arm["runs"] for arm in doctors["arms"])
+    examined = examine()
+    (gpu,) = [one for one in examined.findings if one.name == "GPUs"]
+    assert (gpu.ok, gpu.found.startswith(broken)) == (False, True)
+    text = examined.as_text()
+    assert all(f"{one.name}: {one.found}" in text for one in (*examined.findings, *examined.deepep))
+    assert all(f"{arm.name}: {arm.reason}" in text for arm in examined.arms)
+    titles = [line for line in text.splitlines() if line and line[0] != " "]
+    assert titles == ["This machine", "DeepEP and what it needs", "Arms of a study (nano model)"]
+
+
+def test_a_plan_needs_no_memory_that_is_not_known(smi: Smi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("name: s\nsteps: 2\n")
+    plans = []
+    for row in (VGPU, VGPU.replace("40960", "[N/A]")):
+        smi(row, row)
+        assert cli.main(["plan", str(file), "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+        assert cli.main(["project", str(file)]) == 2  # neither has NVLink between all GPUs
+    assert [(one["fits"], one["capacity_gib"]) for one in plans] == [(True, pytest.approx(40)), (None, None)]
+    unknown = ["the memory of GRID A100X-40C is not known" in str(one["notes"]) for one in plans]
+    assert unknown == [False, True]
+
+
+def test_the_environment_names_no_host_and_no_user() -> None:
+    text = json.dumps(environment(nodes=4))
+    assert socket.gethostname() not in text
+    assert str(Path.home()) not in text
+    assert getpass.getuser() == "root" or getpass.getuser() not in text
+    assert json.loads(text)["hosts"] == 4

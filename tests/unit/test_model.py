@@ -25,23 +25,13 @@ def built(model: str) -> tuple[nn.Module, Any]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_parameter_has_torchtitans_name_and_shape(model: str) -> None:
-    shape = shape_of(model)
+def test_parameters_flops_routing_and_heads_are_torchtitans(model: str) -> None:
+    shape, (module, config) = shape_of(model), built(model)
     ours = {f"{m}.{p.name}": p.shape for m in shape.modules for p in parameters(shape, m)}
-    assert ours == {name: tuple(value.shape) for name, value in built(model)[0].named_parameters()}
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("seq_len", [128, 4096, 8192])
-def test_parameters_and_flops_are_torchtitans(model: str, seq_len: int) -> None:
-    module, config = built(model)
-    theirs = config.get_nparams_and_flops(module, seq_len)
-    assert (count_parameters(shape_of(model)).total, flops_per_token(shape_of(model), seq_len)) == theirs
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_routing_and_heads_are_torchtitans(model: str) -> None:
-    shape, config = shape_of(model), built(model)[1]
+    assert ours == {name: tuple(value.shape) for name, value in module.named_parameters()}
+    for seq_len in (128, 4096, 8192):
+        ours = (count_parameters(shape).total, flops_per_token(shape, seq_len))
+        assert ours == config.get_nparams_and_flops(module, seq_len)
     router, attention = config.layers[-1].moe.router, config.layers[0].attention
     groups = (router.num_expert_groups or 1, router.num_limited_groups or 1)
     assert (shape.top_k, shape.expert_groups, shape.limited_groups) == (router.top_k, *groups)
@@ -69,22 +59,16 @@ def test_own_dimensions_train_and_count_alike(model: str, more: dict[str, int]) 
         assert getattr(router, kept) == getattr(base, kept)
 
 
-@pytest.mark.parametrize("model", ["debug", "16B", "671B"])
-def test_own_dimensions_change_nothing_else(model: str) -> None:
-    whole, again = (model_spec(model, ep_backend="standard", shape=shape).model for shape in (
-        shape_of(model),
-        shape_for(Experiment(model=model, shape={"n_layers": shape_of(model).n_layers - 1})),
-    ))  # fmt: skip
-    assert repr(again.layers) == repr(whole.layers[:-1])
-
-
 @pytest.mark.parametrize("model", MODELS)
-def test_top_k_alone_reaches_every_router(model: str) -> None:
-    shape = shape_for(Experiment(model=model, shape={"top_k": 1}))
-    own, whole = model_spec(model, ep_backend="standard", shape=shape).model, built(model)[1]
-    assert {layer.moe.router.top_k for layer in own.layers if layer.moe} == {1}
-    assert repr(own) == repr(whole).replace(f"top_k={shape_of(model).top_k}", "top_k=1")
-    assert flops_per_token(shape, 512) == own.get_nparams_and_flops(built(model)[0], 512)[1]
+def test_own_dimensions_change_nothing_else(model: str) -> None:
+    """Of one layer less, and of top-1 routing."""
+    whole, n_layers = built(model)[1], shape_of(model).n_layers
+    less, top_1 = (
+        model_spec(model, ep_backend="standard", shape=shape_for(Experiment(model=model, shape=changes))).model
+        for changes in ({"n_layers": n_layers - 1}, {"top_k": 1})
+    )
+    assert repr(less.layers) == repr(whole.layers[:-1])
+    assert repr(top_1) == repr(whole).replace(f"top_k={shape_of(model).top_k}", "top_k=1")
 
 
 @pytest.mark.parametrize(
@@ -102,24 +86,17 @@ def test_top_k_alone_reaches_every_router(model: str) -> None:
         ({"attention": "gqa", "n_kv_heads": 5, "head_dim": 8}, "n_kv_heads is 5; valid: a divisor of n_heads, 128"),
     ],
 )
-def test_dimensions_that_do_not_go_together(changes: dict[str, int], said: str) -> None:
+def test_dimensions_that_do_not_go_together(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         shape_for(Experiment(model="671B", shape=changes))
 
 
-def test_a_published_shape_of_latent_attention() -> None:
-    """GLM-4.7-Flash: its heads have other dimensions than DeepSeek's."""
-    heads = {"n_heads": 20, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
-    sizes = {"vocab_size": 154_880, "n_layers": 47, "dense_hidden_dim": 10_240, "moe_hidden_dim": 1536}
-    experts = {"num_experts": 64, "num_shared_experts": 1, "top_k": 4}
-    counts = count_parameters(shape_for(Experiment(model="16B", shape={**sizes, **heads, **experts})))
-    assert (counts.total, counts.active) == (29_943_390_976, 3_896_763_136)
-
-
-def test_grouped_queries_cannot_be_built() -> None:
+def test_grouped_queries_cannot_be_built_nor_an_unknown_model() -> None:
     shape = shape_for(Experiment(model="16B", shape={"attention": "gqa", "n_kv_heads": 4, "head_dim": 128}))
     with pytest.raises(Refused, match="attention is gqa"):
         model_spec("16B", ep_backend="standard", shape=shape)
+    with pytest.raises(BadInput, match="'70B'; the models are nano, debug, 16B, 671B"):
+        shape_of("70B")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -140,8 +117,3 @@ def test_parallel_axes_share_the_gemms_out(tp: int, ep: int) -> None:
     for one, part in zip(whole, rank, strict=True):
         assert part.flops == one.flops if part.name in latent + router else part.flops == one.flops // tp
         assert part.groups == (one.groups // ep if one.part == "routed experts" else 1)
-
-
-def test_an_unknown_model_is_refused_by_name() -> None:
-    with pytest.raises(BadInput, match="'70B'; the models are nano, debug, 16B, 671B"):
-        shape_of("70B")

@@ -29,11 +29,6 @@ print("steps", repr(parameters.steps), "lr", repr(parameters.lr))"""
 COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
 
 
-def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    call = [sys.executable, "-m", "moelab.notebooks", *map(str, arguments)]
-    return subprocess.run(call, capture_output=True, text=True, check=False, timeout=60, cwd=cwd)
-
-
 def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters", "")) -> Path:
     cells = [new_code_cell(source) for source in sources]
     for cell, tag in zip(cells, tags, strict=False):
@@ -48,11 +43,16 @@ def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters",
 def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path) -> None:
     source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
     (tmp_path / "cpu.yaml").write_text("steps: 5\nlr: 1.0e-2\n")
-    done = command(source, "made/out.ipynb", "-f", "cpu.yaml", "-p", "lr", "1e-4", cwd=tmp_path)
+    command = [sys.executable, "-m", "moelab.notebooks", str(source)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 60, "cwd": tmp_path}
+    done = subprocess.run([*command, "made/out.ipynb", "-f", "cpu.yaml", "-p", "lr", "1e-4"], **options)
     assert (done.returncode, done.stdout) == (0, f"steps 5 lr 0.0001\n{END_MARKER}\n")
     executed = nbformat.read(tmp_path / "made" / "out.ipynb", as_version=4)
     assert [cell.metadata.get("tags") for cell in executed.cells[1:3]] == [["parameters"], ["injected-parameters"]]
     assert all(cell.outputs == [] for cell in nbformat.read(source, as_version=4).cells if cell.cell_type == "code")
+    bad = subprocess.run([*command, "out.ipynb", "-p", "stepz", "4"], **options)
+    refusal = "moelab: a.ipynb has no parameter 'stepz'; did you mean 'steps'?\n"
+    assert (bad.returncode, bad.stdout, bad.stderr) == (2, "", refusal)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,7 @@ def test_a_notebook_that_does_not_come_to_its_end_is_a_failure(
     nbformat.write(content, source)
     with pytest.raises(NotebookFailed, match=rf"^a\.ipynb: {said}") as failed:
         execute(source, output, {}, cell_timeout_s=4)
-    assert failed.value.exit_code == 1
-    assert output.exists()
+    assert (failed.value.exit_code, output.exists()) == (1, True)
 
 
 @pytest.mark.parametrize("last", ["print('done')", f"x = '{END_MARKER}'", ""])
@@ -93,46 +92,39 @@ def test_a_notebook_that_never_says_complete_is_not_believed(
     assert execute(source, tmp_path / "out.ipynb", {}) == tmp_path / "out.ipynb"
 
 
-# Refused before anything runs
-
-
-def refused(source: Path, parameters: dict[str, Any]) -> str:
+@pytest.mark.parametrize(
+    ("cell", "tags", "name", "said"),
+    [
+        *(
+            (PARAMETERS, tags, name, f"has {count} cells tagged 'parameters' instead of one: it would run its defaults")
+            for tags, count in (((), 0), (("Parameters",), 0), (("parameters", "parameters"), 2))
+            for name in ("steps", None)
+        ),
+        (PARAMETERS, ("parameters",), "stepz", "has no parameter 'stepz'; did you mean 'steps'?"),
+        (PARAMETERS, ("parameters",), "precision", "has no parameter 'precision'; it has: steps, lr"),
+        *(
+            (cell, ("parameters",), None, "the parameters cell is not Python")
+            for cell in ("steps =", "%time steps = 3", "# Parameters\n**bold**")
+        ),
+    ],
+)
+def test_parameters_that_would_not_reach_the_notebook_are_refused_before_anything_runs(
+    tmp_path: Path, cell: str, tags: tuple[str, ...], name: str | None, said: str
+) -> None:
+    source = notebook(tmp_path, cell, CHECK, COMPLETE, tags=tags)
     with pytest.raises(BadInput) as error:
-        execute(source, source.parent / "out.ipynb", parameters)
-    assert list(source.parent.iterdir()) == [source]
-    assert error.value.exit_code == 2
-    return str(error.value)
+        execute(source, tmp_path / "out.ipynb", {name: 4} if name else {})
+    assert said in str(error.value)
+    assert (error.value.exit_code, list(tmp_path.iterdir())) == (2, [source])
 
 
-@pytest.mark.parametrize(("tags", "count"), [((), 0), (("Parameters",), 0), (("parameters", "parameters"), 2)])
-def test_a_parameters_cell_that_lost_its_tag_or_has_a_second(tmp_path: Path, tags: tuple[str, ...], count: int) -> None:
-    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE, tags=tags)
-    for parameters in ({"steps": 4}, {}):
-        said = f"has {count} cells tagged 'parameters' instead of one: it would run its defaults; tag its"
-        assert said in refused(source, parameters)
-
-
-@pytest.mark.parametrize(("name", "hint"), [("stepz", "did you mean 'steps'?"), ("precision", "it has: steps, lr")])
-def test_an_unknown_parameter_gets_the_nearest_name(tmp_path: Path, name: str, hint: str) -> None:
-    source = notebook(tmp_path, PARAMETERS, COMPLETE)
-    assert refused(source, {"steps": 1, name: 2}) == f"a.ipynb has no parameter {name!r}; {hint}"
-
-
-@pytest.mark.parametrize("cell", ["steps =", "%time steps = 3", "# Parameters\n**bold**"])
-def test_a_parameters_cell_that_is_not_python(tmp_path: Path, cell: str) -> None:
-    assert "the parameters cell is not Python" in refused(notebook(tmp_path, cell, COMPLETE), {})
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"cells": 3, "nbformat": 4, "nbformat_minor": 5}'])
-def test_what_is_no_notebook(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"cells": 3, "nbformat": 4, "nbformat_minor": 5}', None])
+def test_what_is_no_notebook(tmp_path: Path, text: str | None) -> None:
     source = tmp_path / "a.ipynb"
-    source.write_text(text)
-    assert "is not a notebook" in refused(source, {})
-
-
-def test_a_notebook_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"missing\.ipynb cannot be read: No such file"):
-        parameter_names(tmp_path / "missing.ipynb")
+    if text is not None:
+        source.write_text(text)
+    with pytest.raises(BadInput, match="cannot be read: No such file" if text is None else "is not a notebook"):
+        execute(source, tmp_path / "out.ipynb", {})
 
 
 def test_annotated_parameters_count(tmp_path: Path) -> None:
@@ -145,12 +137,3 @@ def test_a_parameter_file_that_is_wrong(tmp_path: Path, text: str) -> None:
     file.write_text(text)
     with pytest.raises(BadInput, match=r"cpu\.yaml"):
         read_parameters(file)
-
-
-# The command
-
-
-def test_the_command_refuses_an_unknown_parameter(tmp_path: Path) -> None:
-    bad = command(notebook(tmp_path, PARAMETERS, COMPLETE), "out.ipynb", "-p", "stepz", "4", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr == "moelab: a.ipynb has no parameter 'stepz'; did you mean 'steps'?\n"

@@ -16,9 +16,11 @@ import yaml
 from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, parameters_of, sources
 from papermill.translators import PythonTranslator
 from pydantic import BaseModel, ConfigDict
+from run_support import make_run
 
 from moelab.errors import BadInput
 from moelab.notebooks import parameter_names, read_parameters, validated
+from moelab.runs.directory import TRACES_FOLDER
 
 PROFILES = sorted((ROOT / "papermill_params").glob("*/*"))
 
@@ -39,28 +41,24 @@ def check(**given: Any) -> Small:
     return validated(Small, {**DEFAULTS, **given})
 
 
-# The cases of "Notebook parameters"
-
-
-def test_a_text_that_says_false_never_submits() -> None:
-    assert [check(submit=text).submit for text in ("false", "False", "no", "off", "0", "true")] == [False] * 5 + [True]
-    for value in ("maybe", "", None, 2, math.nan):
-        with pytest.raises(BadInput, match=r"^submit: got .*; valid: "):
-            check(submit=value)
-
-
-def test_numbers_as_text_and_what_is_none() -> None:
-    assert check(lr="1e-4").lr == 0.0001
-    for value in ("1,000", math.nan, math.inf, "", "ten", 2.5, None, True, False, [1]):
-        with pytest.raises(BadInput, match=r"^steps: got .*; valid: [^\n]*$"):
-            check(steps=value)
-
-
-def test_an_unknown_parameter_gets_the_nearest_name_and_a_missing_one_is_named() -> None:
-    with pytest.raises(BadInput, match=r"^unknown field 'nodse'; did you mean 'nodes'\?$"):
-        check(nodse=4)
-    with pytest.raises(BadInput, match=r"^lr: missing"):
-        validated(Small, {name: value for name, value in DEFAULTS.items() if name != "lr"})
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        # A text that says false never submits.
+        (
+            "submit",
+            {"false": False, "False": False, "no": False, "off": False, "0": False, "true": True},
+            ("maybe", "", None, 2, math.nan),
+        ),
+        ("lr", {"1e-4": 0.0001}, ("1,000", "ten")),
+        ("steps", {"5": 5}, ("1,000", math.nan, math.inf, "", "ten", 2.5, None, True, False, [1])),
+    ],
+)
+def test_values_that_papermill_gives_as_text(name: str, valid: dict[str, Any], invalid: tuple[Any, ...]) -> None:
+    assert {text: getattr(check(**{name: text}), name) for text in valid} == valid
+    for value in invalid:
+        with pytest.raises(BadInput, match=rf"^{name}: got .*; valid: [^\n]*$"):
+            check(**{name: value})
 
 
 def test_what_jupyter_and_imports_put_into_globals_is_no_parameter() -> None:
@@ -68,6 +66,10 @@ def test_what_jupyter_and_imports_put_into_globals_is_no_parameter() -> None:
 
     around = {"__name__": "__main__", "_i1": "x", "In": [], "Out": {}, "sys": sys, "Small": Small, "f": function}
     assert validated(Small, {**DEFAULTS, **around}) == Small(**DEFAULTS)
+    with pytest.raises(BadInput, match=r"^unknown field 'nodse'; did you mean 'nodes'\?$"):
+        check(nodse=4)
+    with pytest.raises(BadInput, match=r"^lr: missing"):
+        validated(Small, {name: value for name, value in DEFAULTS.items() if name != "lr"})
 
 
 # Run All, again and again: IPython's history, which it binds to In, says what the parameters cell assigned
@@ -76,15 +78,18 @@ CELL = "submit = False\nnodes = 1\nlr = 1.0e-3\nsteps = 10"
 LATER = "nodse = 7\nplan = [1]\nfor step in range(3): pass"
 
 
-def checked_after(*cells: str, schema: type[BaseModel] = Small) -> BaseModel:
+def parameters_after(*cells: str) -> BaseModel:
     """What the parameters are after these cells ran in one kernel; a cell that fails leaves what it bound."""
     namespace: dict[str, Any] = {"In": [""]}
     for cell in cells:
         namespace["In"].append(cell)
         with suppress(SyntaxError, NameError):
             exec(cell, namespace)
-    namespace["In"].append(f"parameters = validated({schema.__name__}, globals())")
-    return validated(schema, namespace)
+    namespace["In"].append("parameters = validated(Small, globals())")
+    return validated(Small, namespace)
+
+
+UNKNOWN = r"unknown field 'nodse'; did you mean 'nodes'\?"
 
 
 @pytest.mark.parametrize(
@@ -105,29 +110,26 @@ def checked_after(*cells: str, schema: type[BaseModel] = Small) -> BaseModel:
     ],
 )
 def test_only_what_the_parameters_cells_assigned_is_a_parameter(cells: list[str], changed: dict[str, Any]) -> None:
-    assert checked_after(*cells) == Small(**{**DEFAULTS, **changed})
+    assert parameters_after(*cells) == Small(**{**DEFAULTS, **changed})
 
 
 @pytest.mark.parametrize(
-    "cells",
+    ("cells", "said"),
     [
-        [f"{CELL}\nnodse = 4"],
-        [CELL, PythonTranslator.codify({"nodse": 4})],  # as papermill writes it
-        [CELL, LATER, f"{CELL}\nnodse = 4"],
-        [CELL, LATER, f"{CELL}\nnodse = 4", "x = 1"],
-        [CELL, LATER, CELL, "# Parameters\nsteps = 2\nnodse = 4\n"],
-        [CELL, LATER, f"{CELL}\n_, nodse = 1, 4"],
-        [CELL, LATER, CELL.replace("nodes", "nodse")],
+        ([f"{CELL}\nnodse = 4"], UNKNOWN),
+        ([CELL, PythonTranslator.codify({"nodse": 4})], UNKNOWN),  # as papermill writes it
+        ([CELL, LATER, f"{CELL}\nnodse = 4"], UNKNOWN),
+        ([CELL, LATER, f"{CELL}\nnodse = 4", "x = 1"], UNKNOWN),
+        ([CELL, LATER, CELL, "# Parameters\nsteps = 2\nnodse = 4\n"], UNKNOWN),
+        ([CELL, LATER, f"{CELL}\n_, nodse = 1, 4"], UNKNOWN),
+        ([CELL, LATER, CELL.replace("nodes", "nodse")], UNKNOWN),
+        # A line that was deleted is missing, though the kernel holds its value.
+        ([CELL, LATER, CELL.replace("lr = 1.0e-3\n", "")], "^lr: missing"),
     ],
 )
-def test_a_name_that_the_notebook_does_not_have_is_refused_at_every_run(cells: list[str]) -> None:
-    with pytest.raises(BadInput, match=r"unknown field 'nodse'; did you mean 'nodes'\?"):
-        checked_after(*cells)
-
-
-def test_a_line_that_was_deleted_is_missing_though_the_kernel_holds_its_value() -> None:
-    with pytest.raises(BadInput, match=r"^lr: missing"):
-        checked_after(CELL, LATER, CELL.replace("lr = 1.0e-3\n", ""))
+def test_a_name_that_the_notebook_does_not_have_or_lacks_is_refused_at_every_run(cells: list[str], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        parameters_after(*cells)
 
 
 # 06_compare_convergence
@@ -195,6 +197,18 @@ def test_a_precision_without_a_speed_is_sent_to_the_notebook_of_its_numbers() ->
         parameters_of("07_compare_throughput", precision="nvfp4")
 
 
+def test_one_run_is_made_to_be_watched_and_one_to_be_traced(tmp_path: Path) -> None:
+    (watched,) = parameters_of("09_launch_and_watch_run").to_study().experiments
+    mine = parameters_of("11_explain_step", record=True, profiler_step=2, study="s", runs_dir=str(tmp_path))
+    (traced,) = mine.to_study().experiments
+    assert (watched.seed, traced.seed, mine.to_choice()) == (0, 0, {"rank": None, "step": 2})
+    runs = [make_run(tmp_path, traced, [8.0]) for _ in range(3)]
+    for run in runs[:2]:
+        (run.path / TRACES_FOLDER).mkdir(parents=True)
+    assert mine.to_paths() == [runs[1].path]
+    assert parameters_of("11_explain_step", trace="a.json", record=True).to_paths() == [Path("a.json")]
+
+
 # Every notebook and parameter file here
 
 
@@ -206,7 +220,7 @@ def parameters_check_and_others(notebook: Path) -> tuple[str, str, list[str]]:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stripped_short_and_tagged(notebook: Path) -> None:
+def test_a_notebook_is_stripped_and_short_and_its_schema_takes_its_commented_parameters(notebook: Path) -> None:
     content = nbformat.read(notebook, as_version=4)
     code = [cell for cell in content.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
@@ -218,15 +232,11 @@ def test_a_notebook_is_stripped_short_and_tagged(notebook: Path) -> None:
     assert max(lines[1:]) <= 20  # the first is the parameters, one a line
     assert others[-1].rstrip().endswith("complete()")
     assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())
-
-
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_parameters_cell_is_scalars_with_comments_that_its_schema_takes(notebook: Path) -> None:
-    assert all(" = " in line and "  # " in line for line in parameters_cell(notebook.stem).splitlines())
-    values = default_values(notebook.stem)
+    values, parameters = default_values(notebook.stem), parameters_of(notebook.stem)
+    assert all(" = " in line and "  # " in line for line in own.splitlines())
     assert all(isinstance(value, str | int | float | bool) for value in values.values())
-    assert list(parameters_of(notebook.stem).model_dump()) == parameter_names(notebook)
-    assert parameters_of(notebook.stem).model_dump() == values
+    assert list(parameters.model_dump()) == parameter_names(notebook)
+    assert parameters.model_dump() == values
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -247,6 +257,11 @@ def names_bound_at_its_top(cell: str) -> set[str]:
     return {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()} - {"parameters"}
 
 
+def test_every_notebook_has_the_profile_of_a_cpu() -> None:
+    assert NOTEBOOKS
+    assert {ROOT / "papermill_params" / notebook.stem / "cpu.yaml" for notebook in NOTEBOOKS} <= set(PROFILES)
+
+
 @pytest.mark.parametrize("file", PROFILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_a_parameter_file_fits_its_notebook(file: Path) -> None:
     notebook = ROOT / "notebooks" / f"{file.parent.name}.ipynb"
@@ -259,8 +274,3 @@ def test_a_parameter_file_fits_its_notebook(file: Path) -> None:
     # Types as they are written, without help: `lr: 1e-4` would be text.
     for name, value in yaml.safe_load(file.read_text()).items():
         assert not (isinstance(value, str) and type(accepted).model_fields[name].annotation in (int, float, bool)), name
-
-
-def test_every_notebook_has_the_profile_of_a_cpu() -> None:
-    assert NOTEBOOKS
-    assert {ROOT / "papermill_params" / notebook.stem / "cpu.yaml" for notebook in NOTEBOOKS} <= set(PROFILES)

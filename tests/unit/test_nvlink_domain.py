@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moelab import cli
 from moelab.errors import BadInput
-from moelab.experiment import EPBackend, Experiment, OwnHardware
+from moelab.experiment import Experiment, OwnHardware
 from moelab.experiment_file import parse, read_experiment, read_record, read_study, write_experiment
 from moelab.hardware import Gpu, Node, cluster_of, gpu_of
 from moelab.layout import check
@@ -29,6 +29,10 @@ PUBLISHED = Experiment(  # 256 GB200 as public DeepSeek-V3 recipes use them: PP 
     model="671B", nodes=64, gpus_per_node=4, pp=4, ep=64, pp_schedule="Interleaved1F1B", seq_len=4096, local_batch=32,
     activation_checkpoint="full", compile="model+loss", routing="round_robin", hardware="gb200_nvl72_x4", dataset="c4",
 )  # fmt: skip
+
+
+def published(**changes: Any) -> Experiment:
+    return Experiment(**{**PUBLISHED.model_dump(), **changes})
 
 
 @pytest.mark.parametrize(
@@ -58,19 +62,24 @@ def test_domains_are_equal_and_hold_whole_nodes(nodes: int, gpus: int, ep: int, 
     assert joined == gpus or joined <= tray.domain
 
 
-def test_trays_of_a_rack_are_projected_as_the_rack() -> None:
-    rack = PUBLISHED.model_copy(update={"nodes": 4, "gpus_per_node": 64})
-    as_trays, as_racks = project(PUBLISHED), project(rack)
-    assert as_trays.breakdown_s == as_racks.breakdown_s
-    assert as_trays.job.rows_sent.network == 0
+def test_trays_of_a_rack_are_a_rack_to_the_projection_the_plan_deepeps_buffer_and_a_search() -> None:
+    as_trays, on_hosts = project(PUBLISHED), published(hardware="b200_x256")
+    assert as_trays.breakdown_s == project(published(nodes=4, gpus_per_node=64)).breakdown_s
+    assert (as_trays.job.rows_sent.network, project(on_hosts).job.rows_sent.network > 0) == (0, True)
     assert as_trays.job.rows_sent.nvlink > 0
-    verdict = check(PUBLISHED)
-    assert verdict.legal
-    (note,) = [note for note in verdict.notes if note.startswith("traffic: ep")]
+    (note,) = [note for note in check(PUBLISHED).notes if note.startswith("traffic: ep")]
     assert note.endswith("within NVLink where the job has 16 nodes of each NVLink domain of 72 (sbatch --segment=16)")
-    on_hosts = PUBLISHED.model_copy(update={"hardware": "b200_x256"})
     assert any("does not fit into a node of 4" in note for note in check(on_hosts).notes)
-    assert project(on_hosts).job.rows_sent.network > 0
+    for hardware, joined in (("gb200_nvl72_x4", 64), ("b200_x256", 4)):
+        placed = published(ep_backend="deepep", hardware=hardware)
+        layout = check(placed).layout
+        assert layout is not None
+        buffer = estimate(placed, layout, gpu_of(hardware)).buffer
+        assert buffer is not None
+        assert buffer.nvlink_ranks == joined
+    x = Experiment(model="671B", hardware="b200_x256", nodes=64, gpus_per_node=4, local_batch=4, ep=64)
+    (best,) = recommend(x, cluster_of("gb200_nvl72_x4"), fixed=("ep", "tp", "cp", "dp_replicate"), limit=1).ranked
+    assert best.ep_nodes == 1  # 16 hosts of four GPUs that NVLink joins
 
 
 def test_hybridep_has_rates_of_its_own() -> None:
@@ -79,25 +88,14 @@ def test_hybridep_has_rates_of_its_own() -> None:
     assert hybridep_shares(32, 8)[1] == pytest.approx((47.36 + 52.53) / 2 * 3 / 4 / 50)
     assert hybridep_shares(64, 72) == hybridep_shares(36, 72), "beyond its table, as at its end"
     slow, fast = (
-        project(Experiment(**{**PUBLISHED.model_dump(), "ep_backend": one, "routing": "random_balanced"})).breakdown_s[
-            "all-to-all"
-        ]
-        for one in (EPBackend.HYBRIDEP, EPBackend.DEEPEP)
+        project(published(ep_backend=one, routing="random_balanced")).breakdown_s["all-to-all"]
+        for one in ("hybridep", "deepep")
     )
     assert slow > fast, "64 ranks on NVLink, of which HybridEP reaches half and DeepEP two thirds"
 
 
-def test_deepeps_buffer_counts_domains() -> None:
-    for hardware, joined in (("gb200_nvl72_x4", 64), ("b200_x256", 4)):
-        placed = PUBLISHED.model_copy(update={"ep_backend": EPBackend.DEEPEP, "hardware": hardware})
-        layout = check(placed).layout
-        assert layout is not None
-        buffer = estimate(placed, layout, gpu_of(hardware)).buffer
-        assert buffer is not None
-        assert buffer.nvlink_ranks == joined
+# --- a file of one's own
 
-
-# A file of one's own
 
 MINE: dict[str, Any] = {"gpu": "B200", "nodes": 16, "gpus": 8, "nic_gb_s": 25, "memory_gib": 170, "source": "my\nbill"}
 
@@ -112,46 +110,36 @@ def files(folder: Path, hardware: dict[str, Any] | str, **fields: Any) -> Path:
     return file
 
 
-def test_a_file_describes_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_describes_hardware_and_a_record_needs_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     experiment = read_experiment(files(tmp_path, MINE))
     assert experiment.hardware == OwnHardware(name="mine", **MINE)
     cluster = cluster_of(experiment.hardware)
-    assert (cluster.name, cluster.nodes, cluster.node.gpus) == ("mine", 16, 8)
     gpu, nic = cluster.node.gpu, cluster.node.nic_gb_s
-    assert (gpu.capability, gpu.bf16_tflops) == (10.0, gpu_of("b200_node").bf16_tflops)
+    assert (cluster.name, cluster.nodes, cluster.node.gpus, gpu.capability) == ("mine", 16, 8, 10.0)
+    assert gpu.bf16_tflops == gpu_of("b200_node").bf16_tflops
     assert [(float(one), one.source) for one in (gpu.memory_gib, nic) if one] == [(170, "my bill"), (25, "my bill")]
     monkeypatch.chdir(tmp_path)  # on the command line a path is the shell's
     assert read_study(tmp_path / "e.yaml", ["hardware=machines/mine.yaml"]).experiments == (experiment,)
-
-
-def test_a_record_needs_no_other_file(tmp_path: Path) -> None:
-    file = files(tmp_path, MINE)
-    experiment = read_experiment(file)
+    study = tmp_path / "s.yaml"
+    study.write_text("study: s\narms: [{hardware: machines/mine.yaml}, {hardware: b200_x256}]\n")
+    assert read_study(study).arms == ("bf16_standard", "bf16_standard_hardware-b200-x256")
     record = tmp_path / "run" / "experiment.yaml"
     record.parent.mkdir()
     record.write_text(write_experiment(experiment))
     (tmp_path / "machines" / "mine.yaml").unlink()
-    assert read_record(record) == experiment
-    assert read_experiment(record) == experiment
+    assert read_record(record) == read_experiment(record) == experiment
 
 
-def test_arms_may_differ_in_hardware(tmp_path: Path) -> None:
-    files(tmp_path, MINE)
-    study = tmp_path / "s.yaml"
-    study.write_text("study: s\narms: [{hardware: machines/mine.yaml}, {hardware: b200_x256}]\n")
-    assert read_study(study).arms == ("bf16_standard", "bf16_standard_hardware-b200-x256")
-
-
-def test_plan_and_projection_take_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = PUBLISHED.model_dump(mode="json", exclude={"hardware", "nodes", "gpus_per_node"})
+def test_plan_and_projection_take_it_and_a_run_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = {"gpu": "GB200", "gpus": 4, "nodes": 64, "nvlink_gpus": 64, "nic_gb_s": 50}
-    file = files(tmp_path, mine, **shape, nodes=64, gpus_per_node=4)
+    file = files(tmp_path, mine, **PUBLISHED.model_dump(mode="json", exclude={"hardware"}))
     assert cli.main(["plan", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
     assert cli.main(["project", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["hardware"] == "mine"
-    assert told["tps"] == pytest.approx(project(PUBLISHED).tps)
+    assert (told["hardware"], told["tps"]) == ("mine", pytest.approx(project(PUBLISHED).tps))
     assert cli.main(["run", str(file)]) == 3
     assert "hardware is mine: `moelab run` trains on this machine only" in capsys.readouterr().err
 
@@ -165,37 +153,29 @@ def test_plan_and_projection_take_it(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({**MINE, "hbm_tbs": 8}, r"unknown field 'hbm_tbs'; did you mean 'hbm_tb_s'\?"),
         ({**MINE, "nvlink_gpus": 4}, r"nvlink_gpus: got 4; valid: at least the 8 GPUs of a node"),
         ({"nodes": 2}, r"mine\.yaml: gpu: missing"),
+        ({**MINE, "gpu": "B2000"}, r"'B2000', which is not in the catalogue \(A100 SXM, .*GB300"),
         ("- 1\n", r"mine\.yaml: expected a mapping of fields, found list"),
         ("gpu: [", r"mine\.yaml is not valid YAML"),
     ],
 )
 def test_what_is_wrong_in_the_file_is_named(tmp_path: Path, hardware: dict[str, Any] | str, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        read_experiment(files(tmp_path, hardware))
+        check(read_experiment(files(tmp_path, hardware)))
 
 
-def test_what_is_wrong_in_a_record_is_named_with_its_place() -> None:
+def test_what_is_wrong_in_a_record_is_named_with_its_place_and_an_unknown_gpu_needs_its_figures(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"hardware\.nodes: got 0; valid: .*\n.*did you mean 'hardware\.bf16_tflops'\?"):
         parse(Experiment, {"hardware": {"name": "m", "gpu": "B200", "nodes": 0, "bf16_tflop": 1}})
     with pytest.raises(BadInput, match="hardware: got"):
         parse(Experiment, {"hardware": [1]})
-
-
-def test_a_missing_file_and_an_unknown_gpu_are_named(tmp_path: Path) -> None:
-    file = files(tmp_path, {**MINE, "gpu": "B2000"})
-    with pytest.raises(BadInput, match=r"'B2000', which is not in the catalogue \(A100 SXM, .*GB300"):
-        check(read_experiment(file))
-    own = read_experiment(files(tmp_path, {"gpu": "X9", "capability": 9.0, "memory_gib": 64}))
-    assert cluster_of(own.hardware).node.gpu.name == "X9"
-    assert nvlink_ranks(own) == own.gpus_per_node
+    file = files(tmp_path, {"gpu": "X9", "capability": 9.0, "memory_gib": 64})
+    own = read_experiment(file)
+    assert (cluster_of(own.hardware).node.gpu.name, nvlink_ranks(own)) == ("X9", own.gpus_per_node)
     with pytest.raises(BadInput, match=r"other\.yaml cannot be read: No such file"):
         read_study(file, ["hardware=other.yaml"])
 
 
-# AMD's GPUs: planned and projected, and said to be extrapolated
-
-
-def test_a_gpu_of_amd() -> None:
+def test_a_gpu_of_amd_is_planned_and_projected_and_said_to_be_extrapolated() -> None:
     own = {"model": "16B", "gpus_per_node": 8, "ep": 8, "seq_len": 4096, "local_batch": 4}
     own |= {"activation_checkpoint": "full", "hardware": "mi355x_node"}
     amd = Experiment(**own, precision="mxfp8")
@@ -207,9 +187,3 @@ def test_a_gpu_of_amd() -> None:
     for changes in ({"precision": "fp8"}, {"ep_backend": "deepep"}, {"ep_backend": "minimal_async_ep"}):
         (reason,) = check(Experiment(**own, **changes)).reasons
         assert "mi355x_node is gfx950" in reason
-
-
-def test_a_search_for_another_cluster_has_its_domains() -> None:
-    x = Experiment(model="671B", hardware="b200_x256", nodes=64, gpus_per_node=4, local_batch=4, ep=64)
-    (best,) = recommend(x, cluster_of("gb200_nvl72_x4"), fixed=("ep", "tp", "cp", "dp_replicate"), limit=1).ranked
-    assert best.ep_nodes == 1  # 16 hosts of four GPUs that NVLink joins

@@ -1,4 +1,4 @@
-"""What is installed is what is written: pins, version, files of the package."""
+"""What is installed is what is written: pins, version, files of the package, and pages that name what is there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import moelab
@@ -33,6 +34,7 @@ from moelab.notebooks.shipped import FOLDERS, RECORD
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CORE, EXTRAS = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]
+PAGES = (ROOT / "README.md", ROOT / "TOUR.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def output(*command: str | Path, **where: Any) -> str:
@@ -41,45 +43,41 @@ def output(*command: str | Path, **where: Any) -> str:
     return done.stdout
 
 
-def pins(requirements: list[str]) -> dict[str, str]:
-    parsed = [Requirement(one) for one in requirements]
-    assert len({one.name for one in parsed}) == len(parsed)
-    return {one.name: str(one.specifier) for one in parsed}
+def pins(requirements: list[str]) -> dict[str, SpecifierSet]:
+    parsed = {one.name: one.specifier for one in map(Requirement, requirements)}
+    assert len(parsed) == len(requirements)
+    return parsed
 
 
-def test_environment_yml_has_the_pins_of_pyproject() -> None:
+def test_pins_are_bounded_tested_and_those_of_the_environment() -> None:
+    for name, pin in pins([*CORE, *itertools.chain(*EXTRAS.values())]).items():
+        assert {one.operator for one in pin} & {"<", "=="}, name
+    for name, release in TESTED.items():
+        *before, last = release.split(".")  # such as 2.14 of any patch, or 0.3.0
+        following = ".".join([*before, str(int(last) + 1)])
+        assert [pins(CORE)[name].contains(one) for one in (release, following)] == [True, False]
     conda = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     (pip,) = [one["pip"] for one in conda if isinstance(one, dict)]
     assert pip.pop() == "-e ."
     assert pins(pip) == pins([*CORE, *EXTRAS["lab"], *EXTRAS["dev"]])
     of_conda = [one for one in conda if isinstance(one, str) and one != "pip"]
-    assert pins(of_conda) == {"python": PROJECT["project"]["requires-python"]}
+    assert pins(of_conda) == {"python": SpecifierSet(PROJECT["project"]["requires-python"])}
     assert set(EXTRAS) == {"lab", "dev", "site"}  # nothing but `make site` needs what builds the site
-
-
-def test_the_doctor_looks_for_the_pinned_versions() -> None:
-    required = {one.name: one.specifier for one in map(Requirement, CORE)}
-    for name, release in TESTED.items():
-        assert required[name].contains(f"{release}.0" if release.count(".") == 1 else release)
-        major, minor, *rest = (int(part) for part in release.split("."))
-        following = f"{major}.{minor}.{rest[0] + 1}" if rest else f"{major}.{minor + 1}.0"
-        assert not required[name].contains(following)
 
 
 def needed(requirements: list[str]) -> set[str]:
     """Names of the packages that these need here, those that they need in turn too, from what is installed."""
-    found: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     waiting = [(one, "") for one in requirements]
     while waiting:
         text, of_extra = waiting.pop()
         one = Requirement(text)
         if one.marker and not one.marker.evaluate({"extra": of_extra}):
             continue
-        for extra in ("", *one.extras):
-            if (one.name, extra) not in found:
-                found.add((one.name, extra))
-                waiting += [(line, extra) for line in metadata.requires(one.name) or ()]
-    return {canonicalize_name(name) for name, _ in found}
+        for extra in {"", *one.extras} - {extra for name, extra in seen if name == one.name}:
+            seen.add((one.name, extra))
+            waiting += [(line, extra) for line in metadata.requires(one.name) or ()]
+    return {canonicalize_name(name) for name, _ in seen}
 
 
 def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
@@ -100,11 +98,6 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
             assert pin.specifier.contains(version.version), f"{pin}: run `make upgrade`"
 
 
-def test_every_pin_has_an_upper_bound() -> None:
-    for pin in map(Requirement, itertools.chain(CORE, *EXTRAS.values())):
-        assert {one.operator for one in pin.specifier} & {"<", "=="}, pin
-
-
 def build(source: Path, folder: Path, *what: str) -> Path:
     """The wheel of a source tree, made without asking an index."""
     output(sys.executable, "-m", "build", "--no-isolation", *what, "--outdir", folder, source)
@@ -117,13 +110,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(ROOT, tmp_path_factory.mktemp("wheel"), "--wheel")
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    from_sdist = build(ROOT, tmp_path)  # makes the sdist, then the wheel from that
-    assert (tmp_path / f"moelab-{moelab.__version__}.tar.gz").is_file()
-    assert from_sdist.read_bytes() == wheel.read_bytes()
-
-
-def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_the_sdist_builds_the_same(wheel: Path, tmp_path: Path) -> None:
     assert wheel.name == f"moelab-{moelab.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as content:
         names = {name for name in content.namelist() if ".dist-info/" not in name}
@@ -132,14 +119,15 @@ def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -
     kept = output("git", "ls-files", "src/moelab", *FOLDERS, cwd=ROOT).splitlines()
     assert names == {name.removeprefix("src/") if name.startswith("src/") else f"moelab/data/{name}" for name in kept}
     assert {"moelab/viz/templates/report.html.j2", "moelab/py.typed", "moelab/data/studies/nano.yaml"} <= names
+    from_sdist = build(ROOT, tmp_path)  # makes the sdist, then the wheel from that
+    assert (tmp_path / f"moelab-{moelab.__version__}.tar.gz").is_file()
+    assert from_sdist.read_bytes() == wheel.read_bytes()
 
 
 WITHOUT_A_CLONE = f"""
 import sys
-from pathlib import Path
 
-CLONE = "{ROOT}/"
-PACKAGES = "{sysconfig.get_paths()["purelib"]}"
+CLONE, PACKAGES = "{ROOT}/", "{sysconfig.get_paths()["purelib"]}"
 
 
 def refuse(event, arguments):
@@ -151,9 +139,8 @@ sys.addaudithook(refuse)
 """
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with the wheel; it sees the other packages of this one, and no file of the clone."""
+def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In a virtual environment with the wheel; it sees the other packages of this one, and no file of the clone."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, symlinks=True)
     output(sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-deps", "--no-index", wheel)
@@ -161,17 +148,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Their .pth files, such as the one of an editable moelab, are not read: only a site folder's are.
     (packages / "others.pth").write_text(sysconfig.get_paths()["purelib"])
     (packages / "sitecustomize.py").write_text(WITHOUT_A_CLONE)
-    return folder / "bin"
-
-
-def test_the_wheel_works_without_a_clone(installed: Path, tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    variables |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{installed}:{os.environ['PATH']}"}
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
 
     def shell(command: str) -> str:
         return output(*command.split(), env=variables, cwd=tmp_path, timeout=300)
 
-    opened = subprocess.run([installed / "python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
+    opened = subprocess.run([folder / "bin/python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
     assert opened.returncode == 1  # so that what follows shows something
     assert "begin with: jupyter lab notebooks/00_start_here.ipynb" in shell("moelab notebooks .")
     assert {one.name for one in tmp_path.iterdir()} == {*FOLDERS, RECORD}
@@ -231,39 +214,35 @@ def test_without_triton_all_works_but_training_which_says_so(tmp_path: Path) -> 
     assert not (tmp_path / "runs").exists()
 
 
+# Pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    text = page.read_text()
+    anchors = {"#" + re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in text.splitlines()}
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
+    lost = [link for link in links if link not in anchors and not (page.parent / link.partition("#")[0]).exists()]
+    assert lost == []
+
+
 def test_every_path_of_the_tour_is_there() -> None:
-    named = re.findall(
-        r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yaml|toml)|(?:\w+/)+)`", (ROOT / "TOUR.md").read_text().split("## Tree")[0]
-    )
+    tour = (ROOT / "TOUR.md").read_text().split("## Tree")[0]
+    named = re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|yaml|toml)|(?:\w+/)+)`", tour)
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists() and not (ROOT / "src/moelab" / name).exists()] == []
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "TOUR.md", *(f"docs/{one.name}" for one in (ROOT / "docs").glob("*.md"))]
-)
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text()
-    anchors = {"#" + re.sub(r"[^\w -]", "", line.lower()).strip().replace(" ", "-") for line in text.splitlines()}
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not link.startswith("http"):
-            file, _, _ = link.partition("#")
-            assert link in anchors or (ROOT / page).parent.joinpath(file).exists(), link
-
-
 def test_the_page_on_torchtitan_names_every_internal_that_is_imported() -> None:
     page = (ROOT / "docs" / "torchtitan.md").read_text()
-    lacking = set()
-    for path in (ROOT / "src").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torchtitan", "torchao"):
-                names = [(alias.name, f"{node.module}.{alias.name}") for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [(alias.name,) for alias in node.names if alias.name.split(".")[0] in ("torchtitan", "torchao")]
-            else:
-                continue
-            lacking |= {one[0] for one in names if not any(f"`{name}`" in page for name in one)}
-    assert not lacking
+    nodes = [node for path in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    imported = {
+        (node.module or "", alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    imported |= {("", alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    theirs = {one for one in imported if (one[0] or one[1]).split(".")[0] in ("torchtitan", "torchao")}
+    lacking = [one for one in theirs if f"`{one[1]}`" not in page and f"`{'.'.join(one)}`" not in page]
+    assert lacking == []
     assert all(f"{name.lower()} {release}" in page.lower() for name, release in TESTED.items() if name != "torch")
 
 
@@ -280,7 +259,7 @@ def test_another_release_of_torchtitan_is_told_at_import(monkeypatch: pytest.Mon
 
 def test_citation_and_changelog_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["version"] == moelab.__version__
     newest = re.search(r"^## \[(\S+)\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert newest is not None
-    assert newest.groups() == (moelab.__version__, str(citation["date-released"]))
+    assert newest.groups() == (citation["version"], str(citation["date-released"]))
+    assert citation["version"] == moelab.__version__

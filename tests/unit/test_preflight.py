@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nvidia_smi_support import with_files
 
 from moelab.cli import main
 from moelab.errors import BadInput
@@ -25,7 +26,6 @@ from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
-    STATE_BYTES,
     STREAMING_NODES,
     check_data,
     check_plans,
@@ -43,24 +43,21 @@ from moelab.plan import plan
 STUDIES = Path(__file__).parents[2] / "studies"
 B200 = read_cluster("nebius_soperator_b200")
 VERSIONS = {"python": "3.12.3", "torch": "2.14.1", "torchao": "0.18.0", "deep-ep": None, "driver": "580.95.05"}
+NODES = ("n0", "n1", "n2", "n3")
 BUILD = Finding(name="DeepEP", severity="ok", found="V2 2.1.0").to_json()
 
 
-def reports(count: int = 4, **changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """Equal nodes n0, n1, … with changes to some."""
+def reports(**changes: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Four equal nodes with changes to some; None where a node does not answer."""
     limits = {"memlock_bytes": None, "open_files": None, "shared_memory_bytes": 64 << 30}
     seen = {"versions": VERSIONS, "gpus": ["NVIDIA B200"] * 8, "deepep": [BUILD], "clock_offset_s": -0.01}
     alike = {**limits, **seen, "write_problem": None, "unseen": []}
-    return [{"node": f"n{number}", **alike, **changes.get(f"n{number}", {})} for number in range(count)]
+    answers = {node: changes.get(node, {}) for node in NODES}
+    return [{"node": node, **alike, **answer} for node, answer in answers.items() if answer is not None]
 
 
 def faults(findings: Any) -> dict[str, str]:
     return {one.name: one.found for one in findings if not one.ok}
-
-
-def judged(told: list[dict[str, Any]], *, nodes: int = 4, deepep: bool = False, **profile: Any) -> dict[str, str]:
-    cluster = B200.model_copy(update={"gpu_type": "b200", **profile})
-    return faults(compare(told, cluster, nodes=nodes, deepep=deepep))
 
 
 def study(**fields: Any) -> Study:
@@ -69,76 +66,73 @@ def study(**fields: Any) -> Study:
     return Study(name=experiment.name, experiments=(experiment,))
 
 
-def test_equal_nodes_have_nothing_to_complain_about() -> None:
-    findings = compare(reports(), B200, nodes=4, deepep=True)
-    assert faults(findings) == {}
-    named = {one.name: one.found for one in findings}
-    assert named["versions"].startswith("the same on 4 nodes: python 3.12.3, torch 2.14.1")
-    assert named["GPUs"] == "8 × NVIDIA B200 on each of 4 nodes"
-
-
 MISMATCH = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
-OTHERS = "n2: 0.17.0; 3 others: 0.18.0", "n2: 2.1.0; 3 others: not installed"
-OTHER = {"versions": {**VERSIONS, "torchao": "0.17.0", "deep-ep": "2.1.0"}}
-POOR = {"shared_memory_bytes": 64 << 20, "memlock_bytes": 8 << 20, "open_files": 1024}
-POOR_FOUND = {"shared memory": "n0: 64 MiB of /dev/shm", "locked memory": "n0: 8 MiB", "open files": "n0: 1024"}
-B200S, H100S = "8 × NVIDIA B200", "8 × NVIDIA H100 80GB HBM3"
+TORCHAO, DEEP_EP = {"versions": {**VERSIONS, "torchao": "0.17.0"}}, {"versions": {**VERSIONS, "deep-ep": "2.1.0"}}
+GB200 = {"gpus": ["NVIDIA GB200"] * 8}
+OTHERS = "3 others: 8 × NVIDIA B200; the profile says 8 × b200"
 GONE = {"deepep": [{"name": "DeepEP", "severity": "note", "found": "not installed; arms with deepep need it"}]}
 NO_GIN = Finding(name="GIN", severity="error", found="not available", cause="a", consequence="b", remedy="c").to_json()
-EVERYWHERE = {f"n{number}": GONE for number in range(4)}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected", "profile"),
+    ("nodes", "change", "profile", "expected"),
     [
+        ("n3", None, {}, "nodes: 3 of 4 answered"),
+        ("n0 n1 n2 n3", None, {}, "nodes: 0 of 4 answered"),
         # the odd one out is named
-        ({"n2": OTHER}, {"torchao on all nodes": OTHERS[0], "deep-ep on all nodes": OTHERS[1]}, {}),
-        ({"n1": {"gpus": ["NVIDIA B200"] * 7}}, {"GPUs": f"n1: 7 × NVIDIA B200; 3 others: {B200S}; {{}}"}, {}),
-        ({"n3": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}}, {"GPUs": f"n3: {H100S}; 3 others: {B200S}; {{}}"}, {}),
-        ({"n1": {"gpus": [], "gpu_problem": MISMATCH}}, {"GPUs": f"n1: {MISMATCH}; 3 others: {B200S}; {{}}"}, {}),
-        ({}, {"GPUs": f"4 others: {B200S}; the profile says 8 × h200"}, {"gpu_type": "h200"}),
-        ({}, {}, {"gpu_type": "nvidia_b200"}),
-        (
-            {f"n{number}": {"gpus": ["NVIDIA GB200"] * 8} for number in range(4)},
-            {"GPUs": "4 others: 8 × NVIDIA GB200; the profile says 8 × b200"},
-            {},
-        ),
-        ({"n1": {"gpus": []}}, {}, {"gpus_per_node": 0}),
+        ("n2", TORCHAO, {}, "torchao on all nodes: n2: 0.17.0; 3 others: 0.18.0"),
+        ("n0 n1", TORCHAO, {}, "torchao on all nodes: n0, n1: 0.17.0; 2 others: 0.18.0"),
+        ("n2", DEEP_EP, {}, "deep-ep on all nodes: n2: 2.1.0; 3 others: not installed"),
+        ("n1", {"gpus": ["NVIDIA B200"] * 7}, {}, f"GPUs: n1: 7 × NVIDIA B200; {OTHERS}"),
+        ("n3", {"gpus": ["NVIDIA H100"] * 8}, {}, f"GPUs: n3: 8 × NVIDIA H100; {OTHERS}"),
+        ("n1", {"gpus": [], "gpu_problem": MISMATCH}, {}, f"GPUs: n1: {MISMATCH}; {OTHERS}"),
+        ("", {}, {"gpu_type": "h200"}, "GPUs: 4 others: 8 × NVIDIA B200; the profile says 8 × h200"),
+        ("n0 n1 n2 n3", GB200, {}, "GPUs: 4 others: 8 × NVIDIA GB200; the profile says 8 × b200"),
+        ("", {}, {"gpu_type": "nvidia_b200"}, ""),
+        ("n1", {"gpus": []}, {"gpus_per_node": 0}, ""),
         # clocks by the moment in which reports came; a login node whose own clock is wrong is nobody's fault
-        ({"n3": {"clock_offset_s": -7.2}}, {"clocks": "n3 7 s behind"}, {}),
-        ({"n3": {"clock_offset_s": 7.2}}, {"clocks": "n3 7 s ahead"}, {}),
-        ({"n3": {"clock_offset_s": 2.9}}, {}, {}),
-        ({f"n{number}": {"clock_offset_s": 60.0 + number / 10} for number in range(4)}, {}, {}),
+        ("n3", {"clock_offset_s": -7.2}, {}, "clocks: n3 7 s behind"),
+        ("n3", {"clock_offset_s": 7.2}, {}, "clocks: n3 7 s ahead"),
+        ("n3", {"clock_offset_s": 2.9}, {}, ""),
+        ("n0 n1 n2 n3", {"clock_offset_s": 60.0}, {}, ""),
         # limits and folders
-        ({"n0": POOR}, POOR_FOUND, {}),
-        ({"n0": {**POOR, "open_files": None}}, {"shared memory": "n0: 64 MiB of /dev/shm"}, {"memlock": "any"}),
-        (
-            {"n1": {"write_problem": "OSError: Disk quota exceeded"}, "n2": {"unseen": ["/data/c4"]}},
-            {"runs and checkpoints": "n1: OSError: Disk quota exceeded", "shared files": "n2: does not see /data/c4"},
-            {},
-        ),
-        # DeepEP counts where an arm needs it
-        ({"n1": {"deepep": [BUILD, NO_GIN]}, "n3": GONE}, {}, {}),
-        (
-            {"n1": {"deepep": [BUILD, NO_GIN]}, "n3": GONE},
-            {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"},
-            {"deepep": True},
-        ),
-        (EVERYWHERE, {"DeepEP on all nodes: DeepEP": "not installed"}, {"deepep": True}),
+        ("n0", {"shared_memory_bytes": 64 << 20}, {}, "shared memory: n0: 64 MiB of /dev/shm"),
+        ("n0 n1", {"memlock_bytes": 8 << 20}, {}, "locked memory: n0, n1: 8 MiB"),
+        ("n0", {"memlock_bytes": 8 << 20}, {"memlock": "any"}, ""),
+        ("n0", {"open_files": 1024}, {}, "open files: n0: 1024"),
+        ("n1", {"write_problem": "OSError: Disk quota"}, {}, "runs and checkpoints: n1: OSError: Disk quota"),
+        ("n2", {"unseen": ["/data/c4"]}, {}, "shared files: n2: does not see /data/c4"),
     ],
 )
-def test_what_nodes_say_is_held_against_each_other(
-    changes: dict[str, Any], expected: dict[str, str], profile: dict[str, Any]
+def test_what_nodes_report_is_held_against_each_other(
+    nodes: str, change: dict[str, Any] | None, profile: dict[str, Any], expected: str
 ) -> None:
-    expected = {name: found.format("the profile says 8 × b200") for name, found in expected.items()}
-    assert judged(reports(**changes), **profile) == expected
+    cluster = B200.model_copy(update={"gpu_type": "b200", **profile})
+    found = compare(reports(**dict.fromkeys(nodes.split(), change)), cluster, nodes=4, deepep=False)
+    assert "; ".join(f"{name}: {words}" for name, words in faults(found).items()) == expected
 
 
-def test_halves_and_nodes_that_say_nothing() -> None:
-    halves = judged(reports(n0=OTHER, n1=OTHER))
-    assert halves["torchao on all nodes"] in {"n2, n3: 0.18.0; 2 others: 0.17.0", "n0, n1: 0.17.0; 2 others: 0.18.0"}
-    assert judged(reports(3)) == {"nodes": "3 of 4 answered"}
-    assert judged([]) == {"nodes": "0 of 4 answered"}
+def test_deepep_counts_where_an_arm_needs_it_and_many_nodes_are_counted() -> None:
+    two = reports(n1={"deepep": [BUILD, NO_GIN]}, n3=GONE)
+    assert faults(compare(two, B200, nodes=4, deepep=False)) == {}
+    expected = {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"}
+    assert faults(compare(two, B200, nodes=4, deepep=True)) == expected
+    twelve = [{**one, "node": f"n{place}", "open_files": 1024} for place, one in enumerate(3 * reports())]
+    many = {"open files": "n0, n1, n2, n3, n4, n5, n6, n7 and 4 more: 1024"}
+    assert faults(compare(twelve, B200, nodes=12, deepep=False)) == many
+    nowhere = compare(reports(**dict.fromkeys(NODES, GONE)), B200, nodes=4, deepep=True)
+    assert faults(nowhere) == {"DeepEP on all nodes: DeepEP": "not installed"}
+    assert {one.name: one.found for one in compare(reports(), B200, nodes=4, deepep=True)} == {
+        "versions": "the same on 4 nodes: python 3.12.3, torch 2.14.1, torchao 0.18.0, driver 580.95.05",
+        "GPUs": "8 × NVIDIA B200 on each of 4 nodes",
+        "shared files": "4 nodes see and write them",
+        "clocks": "within 0.0 s of each other, by the reports' arrival",
+        "limits": "enough shared memory, locked memory and open files",
+        "DeepEP on all nodes": "V2 2.1.0",
+    }
+
+
+# --- what a study needs of a cluster
 
 
 def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
@@ -153,59 +147,52 @@ def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
     memory = plan(heavy.experiments[0]).memory
     assert memory is not None
     assert full.found.startswith(f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB")
-    assert full.severity == "error"
-    assert full.cause == memory.dominant
+    assert (full.severity, full.cause) == ("error", memory.dominant)
 
 
 def test_many_nodes_do_not_stream_c4(tmp_path: Path) -> None:
-    tokenizer = tmp_path / "tokenizer"
-    tokenizer.mkdir()
-    (tokenizer / "tokenizer.json").touch()
-    cluster = B200.model_copy(update={"tokenizers": {"16B": str(tokenizer)}})
-    few, many = (study(dataset="c4", nodes=nodes) for nodes in (STREAMING_NODES, STREAMING_NODES + 1))
-    assert faults(check_data(few, cluster)) == {}
-    assert faults(check_data(many, cluster)) == {"data": f"C4 would be streamed by {STREAMING_NODES + 1} nodes"}
-    folder = tmp_path / "c4"
-    staged = cluster.model_copy(update={"datasets": {"c4": str(folder)}})
-    assert "does not exist here or is empty" in faults(check_data(many, staged))["data"]
-    folder.mkdir()
-    (folder / "c4-train.00000-of-01024.json.gz").touch()
-    assert faults(check_data(many, staged)) == {}
-    (tokenizer / "tokenizer.json").unlink()
-    assert "no tokenizer.json" in faults(check_data(many, staged))["data"]
+    with_files(tmp_path, {"ours/tokenizer.json": "", "c4/c4-train.00000-of-01024.json.gz": ""})
+    there, empty = str(tmp_path / "c4"), tmp_path / "empty"
+    empty.mkdir()
+    gone = f"datasets.c4 is {empty}, which does not exist here or is empty"
+    for nodes, c4, tokenizer, expected in (
+        (STREAMING_NODES, {}, "ours", {}),
+        (STREAMING_NODES + 1, {}, "ours", {"data": f"C4 would be streamed by {STREAMING_NODES + 1} nodes"}),
+        (STREAMING_NODES + 1, {"c4": there}, "ours", {}),
+        (1, {"c4": str(empty)}, "ours", {"data": gone}),
+        (1, {"c4": there}, "theirs", {"data": f"no tokenizer.json in {tmp_path}/theirs, for model 16B"}),
+    ):
+        cluster = B200.model_copy(update={"datasets": c4, "tokenizers": {"16B": str(tmp_path / tokenizer)}})
+        assert faults(check_data(study(dataset="c4", nodes=nodes), cluster)) == expected
     assert faults(check_data(study(nodes=32), B200)) == {}  # Python's own text
 
 
 def test_bytes_of_a_checkpoint_are_those_that_memory_knows() -> None:
-    one = Experiment(model="16B", gpus_per_node=1, ep=1)
-    checked = plan(one)
-    assert checked.verdict.layout is not None
-    parts = estimate(one, checked.verdict.layout, gpu_of("b200_node")).parts
+    one = Experiment(model="16B", gpus_per_node=1, ep=1, steps=1000)
+    layout = plan(one).verdict.layout
+    assert layout is not None
+    parts = estimate(one, layout, gpu_of("b200_node")).parts
     whole = (parts["parameters"] + parts["optimizer states"]) * 2**30
-    assert STATE_BYTES * count_parameters(shape_of("16B")).total == pytest.approx(whole, rel=1e-6)
-    long = one.model_copy(update={"steps": 1000})
     kept = read_cluster("slurm_generic", ["checkpoints_kept=3"])
-    assert checkpoint_bytes(Study(name="s", experiments=(long, long)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
+    assert checkpoint_bytes(Study(name="s", experiments=(one, one)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("steps", "interval", "kept", "at_most"),
-    [
-        (20, 0, 2, 0),  # only when it is stopped, and how long its steps take is not known
-        (20, 100, 2, 0),
-        (100, 100, 2, 0),  # none after the last step
-        (101, 100, 2, 1),
-        (250, 100, 2, 2),
-        (1500, 100, 2, 3),  # the third is written before the first goes
-        (1500, 100, 5, 6),
-        (400, 100, 5, 3),
-    ],
-)
-def test_checkpoints_of_a_run_at_once(steps: int, interval: int, kept: int, at_most: int) -> None:
-    cluster = read_cluster("slurm_generic", [f"checkpoint_interval_steps={interval}", f"checkpoints_kept={kept}"])
-    one = Experiment(model="nano", hardware="cpu", steps=steps)
-    assert checkpoints_at_most(one, cluster) == at_most
-    assert checkpoints_at_most(one, cluster.model_copy(update={"scheduler": "none"})) == 0
+def test_checkpoints_of_a_run_at_once() -> None:
+    expected = {  # by steps, interval and how many are kept
+        (20, 0, 2): 0,  # only when it is stopped, and how long its steps take is not known
+        (100, 100, 2): 0,  # none after the last step
+        (101, 100, 2): 1,
+        (250, 100, 2): 2,
+        (1500, 100, 2): 3,  # the third is written before the first goes
+        (1500, 100, 5): 6,
+    }
+    at_most, without_slurm = {}, set()
+    for steps, interval, kept in expected:
+        cluster = read_cluster("slurm_generic", [f"checkpoint_interval_steps={interval}", f"checkpoints_kept={kept}"])
+        one = Experiment(model="nano", hardware="cpu", steps=steps)
+        at_most[steps, interval, kept] = checkpoints_at_most(one, cluster)
+        without_slurm.add(checkpoints_at_most(one, cluster.model_copy(update={"scheduler": "none"})))
+    assert (at_most, without_slurm) == (expected, {0})
 
 
 def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
@@ -213,38 +200,39 @@ def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
     assert checkpoint_bytes(twenty_steps, B200) == 0
     (room,) = check_room(twenty_steps, B200, tmp_path)
     checkpoint = 12 * count_parameters(shape_of("671B")).total / 1e9
-    assert "1 GB needed (no checkpoint is due; a run that is stopped early would save one of" in room.found
-    assert f"{checkpoint:,.1f} GB)" in room.found
-    for minutes, counts in ((30, {3}), (180, {1, 2, 3}), (14_400, {0})):
-        cluster = B200.model_copy(update={"time_limit_minutes": minutes})
+    due = f"no checkpoint is due; a run that is stopped early would save one of {checkpoint:,.1f} GB"
+    assert f"1 GB needed ({due})" in room.found
+    for changes, counts in (
+        ({"time_limit_minutes": 30}, {3}),
+        ({"time_limit_minutes": 180}, {1, 2, 3}),
+        ({"time_limit_minutes": 14_400}, {0}),
+        ({"time_limit_minutes": 30, "requeues": 0}, {1}),
+    ):
+        cluster = B200.model_copy(update=changes)
         assert {checkpoints_at_most(one, cluster) for one in published_16b.experiments} <= counts
-    never_again = B200.model_copy(update={"requeues": 0, "time_limit_minutes": 30})
-    assert {checkpoints_at_most(one, never_again) for one in published_16b.experiments} == {1}
     often = B200.model_copy(update={"checkpoint_interval_steps": 100})
     assert checkpoint_bytes(published_16b, often) == 12 * 3 * 12 * count_parameters(shape_of("16B")).total
 
 
 def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, of_671b = read_cluster("slurm_generic"), study(model="671B", steps=1000)
-    nano = study(model="nano", nodes=1, ep=8)
     later = tmp_path / "not" / "yet"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=23_000 * 10**9))
-    assert faults(check_room(nano, cluster, later)) == {}
-    assert faults(check_room(study(model="671B", steps=20), cluster, later)) == {}
+    for small in (study(model="nano", nodes=1, ep=8), study(model="671B", steps=20)):
+        assert faults(check_room(small, cluster, later)) == {}
     found = faults(check_room(of_671b, cluster, later))[f"disk space in {later}"]
     wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
     assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB needed (derived: up to 3 checkpoints")
     roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
     assert faults(check_room(of_671b, roomy, later)).keys() == {f"disk space in {tmp_path}"}
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    (broken,) = check_room(None, read_cluster("slurm_generic"), file)
+    (tmp_path / "file").touch()
+    (broken,) = check_room(None, cluster, tmp_path / "file")
     assert broken.severity == "error"
     assert "cannot be written: Not a directory" in broken.found
+
+
+# --- what a node runs, and the command
 
 
 def test_a_node_reports_one_line(
@@ -290,8 +278,8 @@ def test_what_a_node_runs_is_set_up_as_a_job_is_and_quotes_all(file: str, value:
 
 
 def test_a_fault_of_the_nodes_alone_is_1() -> None:
-    bad = Finding(name="a", severity="error", found="b", cause="c", consequence="d", remedy="e")
-    assert Preflight(study=(), here=(), nodes=(bad,)).exit_code == 1
+    nodes = compare(reports(n0={"write_problem": "OSError: Disk quota"}), B200, nodes=4, deepep=False)
+    assert Preflight(study=(), here=(), nodes=nodes).exit_code == 1
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

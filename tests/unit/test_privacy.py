@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[2]
         ("--rdzv-endpoint=localhost:0", "--rdzv-endpoint=localhost:0"),
         ("g++ -I/home/ada/v/include -L/Users/ada/lib", "g++ -I~/v/include -L~/lib"),
         ("/var/tmp/torchinductor_ada/xy/c.cpp", "/var/tmp/torchinductor_USER/xy/c.cpp"),
+        ("data:image/png;base64,iVBORw0KGgo/AAA+/9j/4AAQ==", "data:image/png;base64,iVBORw0KGgo/AAA+/9j/4AAQ=="),
     ],
 )
 def test_places_of_any_machine_and_no_more_than_a_key(before: str, after: str) -> None:
@@ -54,34 +55,17 @@ def test_places_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(sys, "prefix", str(home / "lab" / ".venv"))
     monkeypatch.setattr(getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-17.cluster.org")
-    text = f"{home}/lab/.venv/bin/python {home}/lab/runs {home}/x {tempfile.gettempdir()}/y ada@gpu-17 adamant"
-    assert without_places(text) == "$VENV/bin/python ./runs ~/x $TMPDIR/y USER@HOST adamant"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<b>1,000 tokens/s</b><br></span>",
-        "x = parameters.token; a/b/c, 3 / 4 / 5, see https://example.org/a/b/c",
-        "token=parameters.token, num_tokens=8",
-        'tokens: 4096, top-8 token, tokenizer: path, token 13, "token": 13, MAX_TOKEN=4096.',
-        'bytes_per_token: int, "ranks_of_a_token": 1.9, bos_token="<s>", self.token_dispatcher = made',
-        "--use-api-key --steps 3, ssh://git@github.com/x, https://example.org/?at=a@b, api_key == given",
-        "root mean square of runs/s/bf16_standard/seed0",
-        "x@self.weight, x@y.z(), a//b // c, git@github.com:x/y.git, torch@2.14.0, train@t.py",
-        "data:image/png;base64,iVBORw0KGgo/AAA+/9j/4AAQ==",
-    ],
-)
-def test_everything_else_stays(text: str) -> None:
-    assert without_places(text) == text
-    if not text.startswith("data:"):
-        assert shareable(text) == text
+    text = f"{home}/lab/.venv/bin/python {home}/lab/runs {home}/x {tempfile.gettempdir()}/y {ROOT}/z ada@gpu-17 adamant"
+    assert without_places(text) == "$VENV/bin/python ./runs ~/x $TMPDIR/y $MOELAB/z USER@HOST adamant"
+    monkeypatch.setattr(socket, "gethostname", lambda: "health")  # a host may be called as a key is
+    monkeypatch.setattr(getpass, "getuser", lambda: "ml")  # and a user as a word
+    assert each_text(without_places, {"health": ("ml on health", 1)}) == {"health": ["ml on HOST", 1]}
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("[Errno 28] No space left on device: '/scratch/ada/runs/metrics.parquet'", "…/metrics.parquet'"),
+        ("No space left: '/scratch/ada/runs/metrics.parquet'", "No space left: '…/metrics.parquet'"),
         ("'/home/ada smith/my runs/experiment.yaml'", "'…/experiment.yaml'"),
         ("in /scratch/ada", "in …"),
         ("PATH=/opt/ada/bin:/usr/bin", "PATH=…:…"),
@@ -89,15 +73,11 @@ def test_everything_else_stays(text: str) -> None:
         ("g++ -I/scratch/ada/include", "g++ -I…"),
         ("/scratch/ada/train.log: no ncclInit@libnccl.so", "…/train.log: no ncclInit@libnccl.so"),
         ("cannot open //scratch/ada/train.log", "cannot open …/train.log"),
-        (
-            "mailto:ada@example.org, ada@login01.x.edu: Permission denied.",
-            "mailto:USER@HOST, USER@HOST: Permission denied.",
-        ),
+        ("mailto:ada@example.org, ada@login01.x.edu: denied.", "mailto:USER@HOST, USER@HOST: denied."),
     ],
 )
 def test_a_plain_text_keeps_the_name_of_a_file_alone(before: str, after: str) -> None:
-    assert shareable(before).endswith(after)
-    assert "ada" not in shareable(before)
+    assert shareable(before) == after
 
 
 WORD = st.text("abcdefghij_-0123456789", min_size=1, max_size=8)
@@ -115,50 +95,11 @@ NAMED = ["HF_TOKEN={}", 'wandb_api_key="{}"', "{{'password': '{}'}}", "--api-key
 @given(st.text(max_size=30), st.sampled_from(NAMED), st.text("KLMNOPQRS", min_size=3, max_size=9), st.text(max_size=30))
 def test_json_stays_json(before: str, named: str, secret: str, after: str) -> None:
     """Texts of a structure are cleaned one by one; as one text, JSON keeps its quoting where a secret is in quotes."""
-    content = {"health": [f"{before} {named.format(secret)} {after}", 4096, None], "api_key": {"bdata": "a", "n": 1}}
+    content = {"health": [f"{before} {named.format(secret)} {after}", 4096, None], "api_key": {"bdata": COMMIT, "n": 1}}
     shown = each_text(without_places, content)
     assert json.loads(json.dumps(shown)) == {**content, "health": [shown["health"][0], 4096, None]}
     assert secret not in shown["health"][0].removeprefix(before).removesuffix(after)
     assert isinstance(json.loads(without_places(json.dumps({"text": content["health"][0]}))), dict)
-
-
-def test_keys_stay_on_a_host_of_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "health")
-    assert each_text(without_places, {"health": ("on health", 1)}) == {"health": ["on HOST", 1]}
-
-
-@pytest.mark.parametrize(
-    "file",
-    [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))],
-    ids=lambda p: p.stem,
-)
-def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
-    text = file.read_text().replace("WANDB_API_KEY=0123abcd", "")  # what notebook 10 shows to be taken out
-    assert without_secrets(text) == text
-
-
-UNITS = ("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\")
-UNITS += (
-    "-----BEGIN RSA PRIVATE KEY-----",
-    "eyJ",
-    "eyJ.",
-    "docker login ",
-    " -u a",
-    "cookie: ",
-    "xoxb-1-",
-    "\x1b[",
-    "a@b.",
-    "a@",
-)
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_the_time_goes_with_the_length(unit: str) -> None:
-    def least_s(characters: int) -> float:
-        text = "://HF_TOKEN=" + unit * (characters // len(unit))
-        return min(timeit.repeat(lambda: without_secrets(text), timer=time.process_time, number=1, repeat=5))
-
-    assert least_s(80_000) < 10 * least_s(20_000)
 
 
 @pytest.mark.parametrize("clean", [without_secrets, without_places, shareable])
@@ -177,8 +118,7 @@ def test_each_shape_of_a_secret_is_taken_out(shape: str, clean: Callable[[str], 
 def test_a_private_key_is_taken_out_however_its_lines_are_joined(kind: str, between: str) -> None:
     whole = between.join([f"-----BEGIN {kind}PRIVATE KEY-----", *PEM, f"-----END {kind}PRIVATE KEY-----"])
     assert without_secrets(f"a {whole} b") == "a *** b"
-    cut = without_secrets(f"a {whole[:100]}")
-    assert cut == "a ***"
+    assert without_secrets(f"a {whole[:100]}") == "a ***"
 
 
 STAY = f"""\
@@ -187,6 +127,7 @@ moelab 0.1.0, commit {COMMIT} in 2 runs, commit {COMMIT[::-1]} in 1 run against 
 git+https://github.com/pytorch/ao@{COMMIT}
 https://github.com/a/b/blob/{COMMIT}/c.py
 {COMMIT}-dirty
+git: wandb synced at commit {COMMIT}
 v0.1-3-g{COMMIT}
 models--x/snapshots/{COMMIT}/config.json
 {COMMIT} refs/heads/main
@@ -212,30 +153,55 @@ Basic configuration
 the bearer of this
 MAX_KEY=3
 pass 3 of 4
-NCCL_IB_HCA=mlx5"""
+NCCL_IB_HCA=mlx5
+<b>1,000 tokens/s</b><br></span>
+x = parameters.token; a/b/c, 3 / 4 / 5, see https://example.org/a/b/c
+token=parameters.token, num_tokens=8
+tokens: 4096, top-8 token, tokenizer: path, token 13, "token": 13, MAX_TOKEN=4096.
+bytes_per_token: int, "ranks_of_a_token": 1.9, bos_token="<s>", self.token_dispatcher = made
+--use-api-key --steps 3, ssh://git@github.com/x, https://example.org/?at=a@b, api_key == given
+root mean square of runs/s/bf16_standard/seed0
+x@self.weight, x@y.z(), a//b // c, git@github.com:x/y.git, torch@2.14.0, train@t.py"""
 
 
 @pytest.mark.parametrize("text", STAY.splitlines())
-def test_what_only_looks_like_a_secret_stays(text: str) -> None:
+def test_what_only_looks_like_a_secret_or_a_place_stays(text: str) -> None:
+    assert [clean(text) for clean in (without_secrets, without_places, shareable)] == [text] * 3
+
+
+TEXTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").glob("*.ipynb"))]
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=lambda path: path.stem)
+def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
+    text = file.read_text().replace("WANDB_API_KEY=0123abcd", "")  # what notebook 10 shows to be taken out
     assert without_secrets(text) == text
 
 
-def test_the_value_of_a_variable_of_a_secret_name_is_taken_out_wherever_it_stands(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TRACKER_API_KEY", "correct horse")
-    monkeypatch.setenv("OTHER_TOKEN", "true")
-    assert without_secrets("cannot log in with correct horse: true") == "cannot log in with ***: true"
+UNITS = [
+    *("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\"),
+    *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b["),
+    *("a@b.", "a@"),
+]
 
 
-def test_names_of_secrets() -> None:
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_time_goes_with_the_length(unit: str) -> None:
+    def least_s(characters: int) -> float:
+        text = "://HF_TOKEN=" + unit * (characters // len(unit))
+        return min(timeit.repeat(lambda: without_secrets(text), timer=time.process_time, number=1, repeat=5))
+
+    assert least_s(80_000) < 10 * least_s(20_000)
+
+
+def test_a_variable_of_a_secret_name_and_a_commit_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "PGPASSWORD", "SLURM_JWT", "WANDB_API_KEY", "GITHUB_PAT", "AWS_ACCESS_KEY_ID"):
         assert all(map(is_secret_name, (name, name.lower()))), name
     for name in ("PWD", "OLDPWD", "TOKENIZERS_PARALLELISM", "NCCL_IB_HCA", "SSH_AUTH_SOCK", "KEYBOARD"):
         assert not is_secret_name(name), name
-
-
-def test_a_commit_keeps_its_digits_under_its_name() -> None:
+    monkeypatch.setenv("TRACKER_API_KEY", "correct horse")
+    monkeypatch.setenv("OTHER_TOKEN", "true")  # too short to be searched for
+    assert without_secrets("cannot log in with correct horse: true") == "cannot log in with ***: true"
     assert each_text(without_secrets, {"git_commit": COMMIT, "run": COMMIT}) == {"git_commit": COMMIT, "run": "***"}
 
 
@@ -250,5 +216,4 @@ def test_a_commit_keeps_its_digits_under_its_name() -> None:
     ],
 )
 def test_signs_that_cannot_be_seen_are_written_out(text: str, shown: str) -> None:
-    assert visible(text) == shown
-    assert without_secrets(text) == shown
+    assert visible(text) == without_secrets(text) == shown

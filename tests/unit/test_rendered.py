@@ -12,8 +12,8 @@ from unittest.mock import Mock
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
-from notebook_support import NOTEBOOKS, ROOT
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+from notebook_support import NOTEBOOKS, PLOTLY, ROOT, WIDGET
 from PIL import Image
 
 from moelab.errors import BadInput
@@ -50,11 +50,8 @@ def test_a_copy_is_of_its_notebook_whole_small_and_silent_about_the_machine(note
     assert without_secrets(text) == text
 
 
-def test_every_copy_has_its_notebook() -> None:
+def test_there_is_nothing_else_and_the_pictures_of_the_readme_are_those_of_the_copies() -> None:
     assert {path.name for path in (ROOT / "rendered").glob("*.ipynb")} == {path.name for path in NOTEBOOKS}
-
-
-def test_the_pictures_of_the_readme_are_those_of_the_copies() -> None:
     shown = re.findall(r"rendered/pictures/(\w+)\.png", (ROOT / "README.md").read_text())
     assert sorted(shown) == sorted(render.PICTURES)
     for name, (notebook, number) in render.PICTURES.items():
@@ -62,30 +59,29 @@ def test_the_pictures_of_the_readme_are_those_of_the_copies() -> None:
         assert picture == render.pictures_of(ROOT / "rendered" / f"{notebook}.ipynb")[number - 1], REMAKE
 
 
-FIGURE = """from IPython.display import display
-import base64, pathlib, sys
-figure = {"application/vnd.plotly.v1+json": {"layout": {"title": {"text": "<b>Losses<br>fall</b>"}}}}
-picture = {"image/png": pathlib.Path(PNG).read_text()}
-display(figure | picture, raw=True)
-display({"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "VBox()"}, raw=True)
-explorer = {"application/vnd.jupyter.widget-view+json": {"model_id": "y"}, "text/plain": "One step"}
-display(explorer | picture, raw=True)
-print(pathlib.Path("runs").absolute(), sys.executable, flush=True)
-print("HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", steps)"""
-COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
-
-
-def clone(folder: Path, *sources: str) -> Path:
+def clone(folder: Path, *cells: Any) -> Path:
     """A folder with one notebook and its profile."""
-    path = folder / "notebooks" / "01_small.ipynb"
-    cells = [new_code_cell("steps = 1  # steps", metadata={"tags": ["parameters"]}), *map(new_code_cell, sources)]
-    content = new_notebook(cells=cells)
-    content.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    for made in (path, folder / "papermill_params" / "01_small" / "cpu.yaml"):
+    path, profile = folder / "notebooks" / "01_small.ipynb", folder / "papermill_params" / "01_small" / "cpu.yaml"
+    for made in (path, profile):
         made.parent.mkdir(parents=True)
-    (folder / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 2\n")
-    nbformat.write(content, path)
+    profile.write_text("steps: 2\n")
+    parameters = new_code_cell("steps = 1  # steps", metadata={"tags": ["parameters"]})
+    end = new_code_cell("from moelab.notebooks.batch import complete\ncomplete()")
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
+    nbformat.write(new_notebook(cells=[parameters, *cells, end], metadata=metadata), path)
     return path
+
+
+SHOWS = f"""from IPython.display import display
+import pathlib, sys
+picture = {{"image/png": pathlib.Path(PNG).read_text()}}
+display({{"{PLOTLY}": {{"layout": {{"title": {{"text": "<b>Losses<br>fall</b>"}}}}}}}} | picture, raw=True)
+display({{"{WIDGET}": {{"model_id": "x"}}, "text/plain": "VBox()"}}, raw=True)
+display({{"{WIDGET}": {{"model_id": "y"}}, "text/plain": "One step"}} | picture, raw=True)
+print(pathlib.Path("runs").absolute(), sys.executable, flush=True)
+print("HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz", steps)
+pathlib.Path("runs", "study").mkdir()"""
 
 
 def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,8 +89,7 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path, monkeypatch: py
     Image.radial_gradient("L").resize((400, 400)).convert("RGB").save(png, "PNG", compress_level=0)
     (tmp_path / "png").write_bytes(base64.b64encode(png.getvalue()))
     monkeypatch.setattr(render, "KEEPS_RUNS", ("01_small",))
-    trains = "\npathlib.Path('runs', 'study').mkdir()"
-    notebook = clone(tmp_path, FIGURE.replace("PNG", repr(str(tmp_path / "png"))) + trains, COMPLETE)
+    notebook = clone(tmp_path, new_code_cell(SHOWS.replace("PNG", repr(str(tmp_path / "png")))))
     copy = tmp_path / "rendered" / notebook.name
     render.render(notebook, copy, "4d86c9c")
     content = nbformat.read(copy, as_version=4)
@@ -106,34 +101,26 @@ def test_a_copy_keeps_what_every_reader_can_show(tmp_path: Path, monkeypatch: py
     figure, explorer, printed = cell.outputs
     assert explorer.data == {"image/png": figure.data["image/png"], "text/plain": "One step"}
     assert figure.data["text/plain"] == "Losses fall"
-    shown = Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"])))
-    assert shown.size == (400, 400)
+    assert Image.open(io.BytesIO(base64.b64decode(figure.data["image/png"]))).size == (400, 400)
     assert len(figure.data["image/png"]) < len(png.getvalue()) / 4
     assert printed.text == "./runs $VENV/bin/python\nHF_TOKEN=*** 2\n"
     assert last.outputs[0].text == f"{END_MARKER}\n"
     assert (tmp_path / "runs" / "study").is_dir()
     assert set(content.metadata) == {"kernelspec", "language_info", "moelab"}
-
     (tmp_path / "papermill_params" / "01_small" / "cpu.yaml").write_text("steps: 3\n")
     assert not is_of(content, notebook)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
-    [
-        ({"text/plain": "x" * 500_000}, "would have 50"),
-        ({"application/vnd.plotly.v1+json": {}}, "figures have no PNG here"),
-    ],
+    ("data", "words"),
+    [({"text/plain": "x" * 500_000}, "would have 50"), ({PLOTLY: {}}, "figures have no PNG here")],
 )
 def test_what_cannot_be_a_copy_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any], words: str
 ) -> None:
-    notebook = clone(tmp_path, COMPLETE)
-    content = nbformat.read(notebook, as_version=4)
-    content.metadata["language_info"] = {"name": "python"}
-    content.cells[-1].outputs = [nbformat.v4.new_output("display_data", data=data)]
-    monkeypatch.setattr(render, "execute", lambda _notebook, output, *_, **__: nbformat.write(content, output))
-    with pytest.raises((NotebookFailed, BadInput), match=said):
+    notebook = clone(tmp_path, new_code_cell(outputs=[new_output("display_data", data=data)]))
+    monkeypatch.setattr(render, "execute", lambda made, output, *_, **__: output.write_bytes(made.read_bytes()))
+    with pytest.raises((NotebookFailed, BadInput), match=words):
         render.render(notebook, tmp_path / "rendered" / notebook.name, None)
     assert not (tmp_path / "rendered").exists()
 
@@ -141,22 +128,23 @@ def test_what_cannot_be_a_copy_is_not_written(
 def test_the_command_makes_all_copies_of_one_commit_and_goes_on_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    notebook = clone(tmp_path, COMPLETE)
-    (tmp_path / "notebooks" / "00_bad.ipynb").write_bytes(notebook.read_bytes())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["render"])
-    monkeypatch.setattr(render, "git_commit", Mock(side_effect=["4d86c9c"]))  # asked once: a copy makes the tree dirty
+    notebook = clone(tmp_path)
+    copy = tmp_path / "rendered" / notebook.name
+    copy.parent.mkdir()
+    for other in (copy, notebook.with_name("00_bad.ipynb")):  # the copy is there, but code may have changed since
+        other.write_bytes(notebook.read_bytes())
     stand_in = Mock(side_effect=[NotebookFailed("00_bad: it failed"), None])
     monkeypatch.setattr(render, "render", stand_in)
-    copy = Path("rendered", notebook.name)
-    copy.parent.mkdir()
-    copy.write_bytes(notebook.read_bytes())  # it is there already, but code may have changed since
-    assert render.main() == 1
-    assert stand_in.call_args.args == (Path("notebooks", notebook.name), copy, "4d86c9c")
-    assert "moelab: 00_bad: it failed" in capsys.readouterr().err
-    monkeypatch.setattr(render, "git_commit", lambda: None)
-    monkeypatch.setattr("sys.argv", ["render", "02_none"])
-    assert render.main() == 2
-    monkeypatch.chdir("/")
-    assert render.main() == 2
-    assert "there are no notebooks here" in capsys.readouterr().err
+    monkeypatch.setattr(render, "git_commit", Mock(side_effect=["4d86c9c", None, None]))  # a copy makes the tree dirty
+
+    def call(folder: Path, *names: str) -> tuple[int, str]:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr("sys.argv", ["render", *names])
+        return render.main(), capsys.readouterr().err
+
+    code, printed = call(tmp_path)
+    assert (code, "moelab: 00_bad: it failed" in printed) == (1, True)
+    assert stand_in.call_args.args == (Path("notebooks", notebook.name), Path("rendered", notebook.name), "4d86c9c")
+    assert call(tmp_path, "02_none")[0] == 2
+    code, printed = call(Path("/"))
+    assert (code, "there are no notebooks here" in printed) == (2, True)

@@ -23,7 +23,6 @@ from moelab.titan.routing import RANDOM_BALANCED, RandomBalancedRouter, random_b
 
 # PyTorch has no FP32 autocast on a CPU and says so; tensors are in FP32 here anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
-CPU = torch.device("cpu")
 DIM = 16
 
 
@@ -35,7 +34,7 @@ def _seed() -> Iterator[None]:
 
 
 def draw(tokens: int, experts: int, top_k: int, *, rank: int = 0) -> torch.Tensor:
-    return draw_experts(tokens, experts, top_k, rank=rank, device=CPU)
+    return draw_experts(tokens, experts, top_k, rank=rank, device=torch.device("cpu"))
 
 
 @given(st.integers(1, 200), st.integers(1, 24), st.integers(1, 8), st.integers(0, 300))
@@ -47,26 +46,17 @@ def test_load_is_equal_and_experts_distinct(tokens: int, experts: int, top_k: in
     assert ids_TK.shape == (tokens, top_k)
     assert all(len(set(row)) == top_k for row in ids_TK.tolist())
     load_E = torch.bincount(ids_TK.flatten(), minlength=experts)
-    assert len(load_E) == experts
-    assert int(load_E.max() - load_E.min()) <= 1
-    assert int(load_E.sum()) == tokens * top_k
-    if tokens * top_k % math.lcm(experts, top_k) == 0:  # whole circles
-        assert load_E.min() == load_E.max()
-
-
-def destinations(ids_TK: torch.Tensor, experts_each: int) -> float:
-    """Mean number of distinct groups of experts that a token goes to."""
-    return sum(len(set(row)) for row in (ids_TK // experts_each).tolist()) / len(ids_TK)
+    assert (len(load_E), int(load_E.sum())) == (experts, tokens * top_k)
+    whole_circles = tokens * top_k % math.lcm(experts, top_k) == 0
+    assert int(load_E.max() - load_E.min()) <= (0 if whole_circles else 1)
 
 
 def test_every_expert_follows_every_other() -> None:
     """Marginals: each pair of experts meets in a token about as often as in uniform draws."""
     ids_TK = draw(20_000, 8, 2)
-    pairs = torch.zeros(8, 8)
-    pairs.index_put_((ids_TK[:, 0], ids_TK[:, 1]), torch.ones(len(ids_TK)), accumulate=True)
-    off_diagonal = (pairs + pairs.T)[~torch.eye(8, dtype=torch.bool)]
-    assert off_diagonal.min() > 0.85 * 20_000 / 28
-    assert off_diagonal.max() < 1.15 * 20_000 / 28
+    pairs = torch.bincount(8 * ids_TK.min(dim=1).values + ids_TK.max(dim=1).values, minlength=64)
+    met = pairs.view(8, 8)[torch.ones(8, 8).triu(1).bool()]
+    assert 0.85 * 20_000 / 28 < met.min() <= met.max() < 1.15 * 20_000 / 28
 
 
 def test_draws_follow_the_seed_and_differ_by_call_and_rank() -> None:
@@ -75,63 +65,34 @@ def test_draws_follow_the_seed_and_differ_by_call_and_rank() -> None:
         return draw(512, 64, 6, rank=rank), draw(512, 64, 6, rank=rank)
 
     first, second = two_calls(0)
-    assert torch.equal(first, two_calls(0)[0])
-    assert torch.equal(second, two_calls(0)[1])
-    others = [second, *(two_calls(rank)[0] for rank in (1, 2, 31, 255))]
-    for other in others:
+    assert all(map(torch.equal, (first, second), two_calls(0)))
+    for other in (second, *(two_calls(rank)[0] for rank in (1, 2, 31, 255))):
         # Independent draws of 6 from 64 share 6 * 6 / 64 = 0.56 experts of a token on average.
         shared = sum(len(set(a) & set(b)) for a, b in zip(first.tolist(), other.tolist(), strict=True)) / 512
         assert 0.3 < shared < 0.9
 
 
-def router(config_class: type, *, experts: int = 16, top_k: int = 3, forced: bool = False) -> nn.Module:
-    gate = Linear.Config(in_features=DIM, out_features=experts)
-    config = config_class(
-        num_experts=experts,
-        gate=gate,
-        top_k=top_k,
-        score_func="sigmoid",
-        route_norm=True,
-        route_scale=2.5,
-        num_expert_groups=4,
-        num_limited_groups=2,
-        _debug_force_load_balance=forced,
-    )
-    built: nn.Module = config.build()
-    nn.init.normal_(built.gate.weight)
-    return built
-
-
-def hidden(length: int = 32) -> torch.Tensor:
-    return torch.randn(2, length, DIM)
-
-
-def exact_scores(routed: nn.Module, x_BLD: torch.Tensor, ids_BLK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of given experts in float64, and the gate's weight that they depend on."""
-    weight = routed.gate.weight.detach().double().requires_grad_()
-    chosen = torch.sigmoid(x_BLD.double() @ weight.T).gather(-1, ids_BLK)
-    return 2.5 * chosen / chosen.sum(-1, keepdim=True), weight
-
-
-def test_groups_of_the_router_do_not_limit_the_draw() -> None:
-    _, ids_BLK, _ = router(RandomBalancedRouter.Config, top_k=4)(hidden(256))
-    assert destinations(ids_BLK.view(-1, 4), 4) > 2.5  # group-limited to 2 of 4
-
-
 class Block(Module):
-    """A layer around a router, as checkpointing and compilation see it."""
+    """A layer around a router whose groups would limit it, as checkpointing and compilation see it."""
 
-    def __init__(self) -> None:
+    def __init__(self, top_k: int = 3) -> None:
         super().__init__()
-        self.router = router(RandomBalancedRouter.Config)
+        gate = Linear.Config(in_features=DIM, out_features=16)
+        self.router = RandomBalancedRouter.Config(
+            num_experts=16, gate=gate, top_k=top_k, score_func="sigmoid", route_norm=True, route_scale=2.5,
+            num_expert_groups=4, num_limited_groups=2,
+        ).build()  # fmt: skip
+        nn.init.normal_(self.router.gate.weight)
 
     def forward(self, x_BLD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores_BLK, ids_BLK, _ = self.router(x_BLD)
         return scores_BLK, ids_BLK
 
 
-def compiled(module: nn.Module, backend: str | None) -> nn.Module:
-    return module if backend is None else torch.compile(module, backend=backend, fullgraph=True)
+def test_groups_of_the_router_do_not_limit_the_draw() -> None:
+    _, ids_BLK = Block(top_k=4)(torch.randn(2, 256, DIM))
+    groups = [len(set(row)) for row in (ids_BLK.view(-1, 4) // 4).tolist()]
+    assert sum(groups) / len(groups) > 2.5  # group-limited to 2 of 4
 
 
 def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
@@ -141,7 +102,9 @@ def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
     for x_BLD, (scores_BLK, ids_BLK) in zip(inputs, outputs, strict=True):
         block.zero_grad()
         scores_BLK.square().sum().backward()
-        expected_BLK, weight = exact_scores(block.router, x_BLD, ids_BLK)
+        weight = block.router.gate.weight.detach().double().requires_grad_()
+        chosen_BLK = torch.sigmoid(x_BLD.double() @ weight.T).gather(-1, ids_BLK)
+        expected_BLK = 2.5 * chosen_BLK / chosen_BLK.sum(-1, keepdim=True)
         expected_BLK.square().sum().backward()
         torch.testing.assert_close(scores_BLK.double(), expected_BLK, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(block.router.gate.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
@@ -152,17 +115,18 @@ def check_gradients(block: Block, run: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("policy", [FullAC.Config(), SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=[])])
 def test_recomputation_draws_the_same_experts(policy: FullAC.Config, backend: str | None) -> None:
     block = Block()
-    first, second = check_gradients(block, compiled(policy.build(dump_folder="")._wrap_block(block), backend))
+    wrapped = policy.build(dump_folder="")._wrap_block(block)
+    run = wrapped if backend is None else torch.compile(wrapped, backend=backend, fullgraph=True)
+    first, second = check_gradients(block, run)
     assert not torch.equal(first, second)
 
 
 def test_compiles_as_one_graph_and_draws_as_without() -> None:
-    block = Block()
-    torch.manual_seed(3)
-    plain = check_gradients(block, block)
-    torch.manual_seed(3)
-    for one, other in zip(plain, check_gradients(block, compiled(block, "aot_eager")), strict=True):
-        assert torch.equal(one, other)
+    block, drawn = Block(), []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        torch.manual_seed(3)
+        drawn.append(torch.stack(check_gradients(block, run)))
+    assert torch.equal(*drawn)
 
 
 @pytest.mark.parametrize(("kwargs", "gate"), [({}, Linear.Config), ({"fp32_gate": True}, Fp32Gate.Config)])

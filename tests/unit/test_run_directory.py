@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,6 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -33,19 +33,13 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_new_run_has_its_place_its_experiment_and_its_status(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, EXPERIMENT)
-    study, arm, seed, stamp = run.path.relative_to(tmp_path).parts
-    assert (study, arm, seed) == ("s", "mxfp8_standard", "seed3")
-    time.strptime(stamp[:16], "%Y%m%dT%H%M%SZ")
-    assert len(bytes.fromhex(stamp[17:])) == 3
-    assert run.experiment == EXPERIMENT
-    assert run.status.state is State.PREPARED
+    run, *others = (directory.create(tmp_path, EXPERIMENT) for _ in range(20))  # within one second
+    place, _, stamp = run.name.rpartition("/")
+    assert (place, str(run.path)) == ("s/mxfp8_standard/seed3", f"{tmp_path}/{run.name}")
+    assert re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", stamp)
     assert names(run.path) == {"experiment.yaml", "status.json", "launch", "logs", "tb", RESERVE}
-    assert run.name == f"s/mxfp8_standard/seed3/{stamp}"
-
-
-def test_runs_made_in_the_same_second_are_apart(tmp_path: Path) -> None:
-    assert len({directory.create(tmp_path, EXPERIMENT).path for _ in range(20)}) == 20
+    assert (run.experiment, run.status.state) == (EXPERIMENT, State.PREPARED)
+    assert len({run, *others}) == 20
 
 
 def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
@@ -54,53 +48,48 @@ def test_attempts_are_of_exactly_this_experiment(tmp_path: Path) -> None:
     (older.path / "experiment.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     for changes in ({"steps": 61}, {"lr": 3.1e-3}, {"model": "debug"}, {"seed": 4}, {"precision": "bf16"}):
         directory.create(tmp_path, Experiment(**{**EXPERIMENT.model_dump(), **changes}))
-    other = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
-    (other.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
+    newer = directory.create(tmp_path, EXPERIMENT.model_copy(update={"steps": 62}))
+    (newer.path / "experiment.yaml").write_text("name: s\na_field_of_the_future: 1\n")
+    (tmp_path / "experiment.yaml").write_text("study: s\nseeds: [0, 1]\n")  # a person's own is no run
     discovered = directory.discover(tmp_path)
     assert {run.path for run in discovered.attempts(EXPERIMENT)} == {mine.path, older.path}
-    assert (len(discovered.runs), [one.run for one in discovered.left_out]) == (7, [other])
+    assert (len(discovered.runs), [one.run for one in discovered.left_out]) == (7, [newer])
     assert len(directory.find(tmp_path)) == 8
 
 
-def test_a_persons_own_file_is_no_run(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, EXPERIMENT)
-    (tmp_path / "experiment.yaml").write_text("study: s\nseeds: [0, 1]\n")
-    assert list(directory.find(tmp_path)) == [run]
+def test_attempts_are_found_whatever_their_arm_is_called(tmp_path: Path) -> None:
+    fast, slow = {"lr": 3e-3}, {"lr": 1e-3}
+    for one in make_study("s", {}, [fast, slow], [0]).experiments:
+        directory.create(tmp_path, one)
+    discovered = directory.discover(tmp_path)
+    for experiment in make_study("s", {}, [slow, fast], [0]).experiments:
+        assert [run.experiment.lr for run in discovered.attempts(experiment)] == [experiment.lr]
 
 
 def test_a_run_has_one_name_however_it_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = directory.create(tmp_path / "runs", EXPERIMENT)
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     monkeypatch.chdir(run.path)
-    for path in (Path(), Path("..", run.path.name), Path("../../../../link") / run.path.relative_to(tmp_path / "runs")):
+    for path in (Path(), Path("..", run.path.name), Path("../../../../link", run.name)):
         assert RunDir(path).name == run.name
 
 
 # Which runs are used
 
 
-def swap(one: Path, other: Path) -> None:
-    texts = one.read_text(), other.read_text()
-    other.write_text(texts[0])
-    one.write_text(texts[1])
-
-
 def test_a_record_agrees_with_the_folders_of_its_arm_and_seed(tmp_path: Path) -> None:
     study = make_study("s", {}, [{}, {"lr": 1e-3}, {"precision": "mxfp8"}], [0, 1])
-    bf16, slow, mxfp8, bf16_1, _, _ = runs = [directory.create(tmp_path, one) for one in study.experiments]
+    bf16, slow, mxfp8, bf16_1, *_ = runs = [directory.create(tmp_path, one) for one in study.experiments]
     assert directory.discover(tmp_path).runs == tuple(sorted(runs, key=lambda run: run.path))
     assert (slow.arm, slow.seed) == ("bf16_standard_lr-0.001", 0)
-    for one, other in ((bf16, slow), (bf16, mxfp8), (bf16, bf16_1)):
-        swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
+    for other in (slow, mxfp8, bf16_1):
+        shutil.copy(other.path / "experiment.yaml", bf16.path)
+        recorded = f"{other.arm}/seed{other.seed}"
+        words = f"experiment.yaml: the record is of {recorded}, but the run is in bf16_standard/seed0"
         discovered = directory.discover(tmp_path)
-        assert {left.run for left in discovered.left_out} == {one, other}
-        assert len(discovered.runs) == 4
-        recorded, folders = ("/".join(run.path.parts[-3:-1]) for run in (other, one))
-        words = f"experiment.yaml: the record is of {recorded}, but the run is in {folders}"
-        assert f"{one.name}: left out: {words}" in discovered.lines
+        assert (discovered.lines, len(discovered.runs)) == ([f"{bf16.name}: left out: {words}"], 5)
         with pytest.raises(BadInput, match="the record is of"):
-            _ = RunDir(one.path).experiment
-        swap(one.path / "experiment.yaml", other.path / "experiment.yaml")
+            _ = RunDir(bf16.path).experiment
 
 
 def test_a_run_without_a_record_is_named(tmp_path: Path) -> None:
@@ -151,32 +140,23 @@ def test_a_folder_that_may_not_be_looked_into_does_not_disappear(
     assert directory.find(tmp_path) == [run]
 
 
-def test_a_renamed_study_is_a_note(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, EXPERIMENT)
-    run.path.parents[2].rename(tmp_path / "renamed")
-    discovered = directory.discover(tmp_path / "renamed")
-    assert ([one.name for one in discovered.runs], discovered.left_out) == ([run.name.replace("s/", "renamed/", 1)], ())
-    assert discovered.notes == ("folder renamed holds runs that were recorded as study s",)
-    assert len(discovered.attempts(EXPERIMENT.model_copy(update={"name": "renamed"}))) == 1
-
-
-def test_a_run_that_was_copied_out_of_its_study_has_its_recorded_place(tmp_path: Path) -> None:
+def test_a_run_that_was_moved_is_told(tmp_path: Path) -> None:
     run = directory.create(tmp_path / "runs", EXPERIMENT)
     copied = RunDir(shutil.copytree(run.path, tmp_path / "kept"))
     assert (copied.experiment, copied.arm, copied.seed) == (EXPERIMENT, "mxfp8_standard", 3)
-    discovered = directory.discover(tmp_path / "kept")
-    assert discovered.runs == (copied,)
-    assert discovered.notes == (
-        f"{copied.name} is not in the folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded",
-    )
+    note = f"{copied.name} is not in the folder of an arm and seed: taken for mxfp8_standard/seed3, as recorded"
+    assert directory.discover(copied.path) == directory.Discovery(runs=(copied,), left_out=(), notes=(note,))
 
+    renamed = RunDir((tmp_path / "runs" / "s").rename(tmp_path / "renamed") / run.path.relative_to(tmp_path / "runs/s"))
+    note = "folder renamed holds runs that were recorded as study s"
+    discovered = directory.discover(tmp_path / "renamed")
+    assert discovered == directory.Discovery(runs=(renamed,), left_out=(), notes=(note,))
+    assert discovered.attempts(EXPERIMENT.model_copy(update={"name": "renamed"})) == [renamed]
 
-def test_a_seed_that_was_put_aside_is_left_out(tmp_path: Path) -> None:
-    run = directory.create(tmp_path, EXPERIMENT)
-    run.path.parent.rename(run.path.parents[1] / "seed3 bad")
-    (left_out,) = directory.discover(tmp_path).left_out
-    told = "the record is of mxfp8_standard/seed3, but the run is in mxfp8_standard/seed3 bad"
-    assert left_out.reason == f"experiment.yaml: {told}"
+    renamed.path.parent.rename(renamed.path.parents[1] / "seed3 bad")
+    (left_out,) = directory.discover(tmp_path / "renamed").left_out
+    words = "the record is of mxfp8_standard/seed3, but the run is in mxfp8_standard/seed3 bad"
+    assert left_out.reason == f"experiment.yaml: {words}"
 
 
 def test_links_are_followed_once(tmp_path: Path) -> None:
@@ -201,74 +181,49 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     assert [(run.arm, run.seed, run.name) for run in linked.runs] == [("mxfp8_standard", 3, both[0].name)]
 
 
-def test_attempts_are_found_whatever_their_arm_is_called(tmp_path: Path) -> None:
-    fast, slow = {"lr": 3e-3}, {"lr": 1e-3}
-    before = make_study("s", {}, [fast, slow], [0]).experiments
-    runs = [directory.create(tmp_path, one) for one in before]
-    discovered = directory.discover(tmp_path)
-    for experiment in make_study("s", {}, [slow, fast], [0]).experiments:
-        (run,) = discovered.attempts(experiment)
-        assert run.experiment.lr == experiment.lr
-        assert run in runs
+# Files
 
 
-# Status
-
-
-def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_status_is_read_as_it_was_written_and_has_space_reserved_until_the_end(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.set_status(Status(state=State.RUNNING))
+    assert (tmp_path / RESERVE).stat().st_size == RESERVE_BYTES
     status = Status(state=State.FAILED, reason="rank 1: «ü»\n", exit_code=-9, job_id="12_3", attempts=2)
-    RunDir(tmp_path).set_status(status)
-    written = RunDir(tmp_path).status
-    assert abs(written.updated - time.time()) < 5
-    assert {**asdict(written), "updated": 0.0} == asdict(status)
+    run.set_status(status)
+    assert names(tmp_path) == {"status.json"}
+    assert abs(run.status.updated - time.time()) < 5
+    assert {**asdict(run.status), "updated": 0.0} == asdict(status)
 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ("", "Invalid JSON: EOF while parsing a value at line 1 column 0"),
-        ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
-        ("[]", "Input should be an object"),
-        ("{}", "state: Field required"),
-        ("\xff", "Invalid JSON: "),
-        ('{"state": "lost"}', "state: Input should be 'prepared', "),
-        ('{"state": "failed", "x": 1}', "x: Unexpected keyword argument"),
-        ('{"state": "running", "attempts": "x"}', "attempts: Input should be a valid integer"),
+        (None, "cannot be read: No such file or directory"),
+        ("{", "is damaged: Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        ("[]", "is damaged: Input should be an object"),
+        ('{"state": "lost"}', "is damaged: state: Input should be 'prepared', "),
+        ('{"state": "failed", "x": 1}', "is damaged: x: Unexpected keyword argument"),
     ],
 )
-def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str, fault: str) -> None:
-    (tmp_path / "status.json").write_bytes(content.encode("latin-1"))
+def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str | None, fault: str) -> None:
+    if content is not None:
+        (tmp_path / "status.json").write_text(content)
     status = RunDir(tmp_path).status
     assert (status.state, status.is_lost) == (State.UNKNOWN, True)
-    assert f"status.json is damaged: {fault}" in (status.reason or "")
+    assert (status.reason or "").startswith(f"status.json {fault}")
 
 
-def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
-    words = "status.json cannot be read: No such file or directory"
-    assert RunDir(tmp_path).status == Status(state=State.UNKNOWN, reason=words)
-
-
-def test_space_is_reserved_until_the_end(tmp_path: Path) -> None:
-    RunDir(tmp_path).set_status(Status(state=State.RUNNING))
-    assert (tmp_path / RESERVE).stat().st_size == RESERVE_BYTES
-    RunDir(tmp_path).set_status(Status(state=State.FAILED))
-    assert not (tmp_path / RESERVE).exists()
-
-
-# Whole files
-
-
-def test_a_file_is_replaced_and_readable_by_others(tmp_path: Path) -> None:
-    file = tmp_path / "made" / "on the way" / "a.txt"
+def test_a_file_is_replaced_and_readable_by_others_and_json_has_no_nan(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "on the way" / "a.json"
     write_whole(file, "old")
-    write_whole(file, "né\n")
-    assert file.read_bytes() == b"n\xc3\xa9\n"
-    assert names(file.parent) == {"a.txt"}
-    assert file.stat().st_mode & 0o777 == 0o644
+    write_json(file, {"a": "né"})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(file, {"a": float("nan")})
+    assert json.loads(file.read_bytes()) == {"a": "né"}
+    assert (names(file.parent), file.stat().st_mode & 0o777) == ({"a.json"}, 0o644)
 
 
 def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
-    """As for ``--write /dev/stdout``: a rename would put a file in the device's place."""
     pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
@@ -276,42 +231,30 @@ def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
     assert (os.read(reader, 9), pipe.is_fifo()) == (b"x", True)
     os.close(reader)
     link.symlink_to(target)
-    write_whole(link, "y")
-    assert (link.is_symlink(), target.read_text()) == (True, "y")
+    write_whole(link, "né\n")
+    assert (link.is_symlink(), target.read_bytes()) == (True, b"n\xc3\xa9\n")
 
 
-@pytest.mark.parametrize(("module", "broken"), [(os, "fsync"), (os, "fdopen"), (Path, "replace")])
-def test_a_failure_keeps_the_old_file_and_leaves_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, broken: str
-) -> None:
-    file = tmp_path / "status.json"
-    write_whole(file, "old")
-    monkeypatch.setattr(module, broken, Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(file, "new")
-    assert (file.read_text(), names(tmp_path)) == ("old", {"status.json"})
-
-
-def test_what_json_cannot_say_is_not_written(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"a": 1})
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        write_json(tmp_path / "a.json", {"a": float("nan")})
-    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
-
-
-KILLED = """
+BROKEN = """
 import os, sys, tempfile
 from pathlib import Path
 from moelab.runs.files import write_whole
-{} = lambda *_, **__: os.kill(os.getpid(), 9)
+def kill(*_, **__): os.kill(os.getpid(), 9)
+def fail(*_, **__): raise OSError(28, "No space left on device")
+{} = {}
 write_whole(Path(sys.argv[1]), "new")
 """
 
 
 @pytest.mark.parametrize("moment", ["tempfile.mkstemp", "os.fdopen", "os.fsync", "Path.chmod", "Path.replace"])
-def test_a_kill_inside_of_a_write(tmp_path: Path, moment: str) -> None:
+def test_a_kill_inside_of_a_write_keeps_the_old_file_and_a_failure_leaves_no_litter(
+    tmp_path: Path, moment: str
+) -> None:
     file = tmp_path / "status.json"
     write_whole(file, "old")
-    done = subprocess.run([sys.executable, "-c", KILLED.format(moment), str(file)], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert file.read_text() == "old"
+    for what, code in (("fail", 1), ("kill", -signal.SIGKILL)):
+        ended = subprocess.run(
+            [sys.executable, "-c", BROKEN.format(moment, what), str(file)], stderr=subprocess.PIPE, check=False
+        )
+        assert (ended.returncode, b"No space" in ended.stderr, file.read_text()) == (code, what == "fail", "old")
+        assert what == "kill" or names(tmp_path) == {"status.json"}

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import Experiment, Precision
 from moelab.layout import SCHEDULES, Layout, check
 from moelab.layout.mesh import divisors
 from moelab.plan import headroom_gib
+from moelab.projection.calibration import CALIBRATION
+from moelab.projection.step import expert_s
+from moelab.recommendation import recommend
 from moelab.search import ORDER, VARIED, Candidate, search
+from moelab.sweep import PROFILES, on
 
 SMALL = Experiment(model="debug", gpus_per_node=8, local_batch=4, seq_len=1024, hardware="h100_node")
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoint": "full", "hardware": "b200_x256"}
@@ -36,7 +42,7 @@ def fields_of(experiment: Experiment) -> tuple[Any, ...]:
 
 def brute_force(experiment: Experiment) -> set[tuple[Any, ...]]:
     """Every legal layout, by asking :func:`check` about every combination of divisors."""
-    found = set()
+    legal = set()
     degrees = divisors(experiment.world_size)
     batches = divisors(experiment.local_batch)
     for pp, tp, cp, dp_replicate, ep in itertools.product(degrees, degrees, degrees, degrees, divisors(8)):
@@ -48,43 +54,40 @@ def brute_force(experiment: Experiment) -> set[tuple[Any, ...]]:
                        "pp_schedule": schedule, "microbatch": microbatch, "accumulate_gradients": True}  # fmt: skip
             one = experiment.model_copy(update=changes)
             if check(one).legal:
-                found.add(fields_of(one))
-    return found
+                legal.add(fields_of(one))
+    return legal
 
 
 def test_it_finds_every_legal_layout_and_no_other() -> None:
-    found = search(SMALL, limit=10**6)
-    assert found.legal == len(found.candidates)
-    mine = [fields_of(candidate.experiment) for candidate in found.candidates]
-    assert len(mine) == len(set(mine))
+    result = search(SMALL, limit=10**6)
+    mine = [fields_of(candidate.experiment) for candidate in result.candidates]
+    assert result.legal == len(mine) == len(set(mine))
     assert set(mine) == brute_force(SMALL)
 
 
 def test_the_order_is_the_stated_one() -> None:
-    found = search(SMALL, limit=10**6, headroom_gib=headroom_gib(SMALL))
-    keys = [key(candidate) for candidate in found.candidates]
+    """Without a known GPU it has no memory."""
+    result = search(SMALL, limit=10**6, headroom_gib=headroom_gib(SMALL))
+    keys = [key(candidate) for candidate in result.candidates]
     assert keys == sorted(keys)
     assert len(ORDER) == len(keys[0])
-    assert all(candidate.fits for candidate in found.candidates)
+    assert {candidate.fits for candidate in result.candidates} == {True}
+    assert [row["headroom_gib"] for row in search(SMALL, limit=3).to_json()["candidates"]] == [None] * 3
 
 
 def test_lazy_memory_changes_nothing() -> None:
     """Memory is estimated only as far as the answer reaches; the answer is that of estimating everything."""
-    calls = 0
-    estimate = headroom_gib(PUBLISHED)
-    assert estimate is not None
+    estimate, estimated = headroom_gib(PUBLISHED), []
 
     def counted(experiment: Experiment, layout: Layout) -> float:
-        nonlocal calls
-        calls += 1
+        estimated.append(experiment)
         return estimate(experiment, layout)
 
     fixed = ("microbatch", "dp_replicate")
     short = search(PUBLISHED, fixed=fixed, limit=5, headroom_gib=counted)
-    lazy = calls
+    assert len(estimated) < short.legal
     everything = search(PUBLISHED, fixed=fixed, limit=10**6, headroom_gib=counted)
     assert short.candidates == everything.candidates[:5]
-    assert lazy < short.legal
     assert everything.too_large + len(everything.candidates) == everything.legal
 
 
@@ -93,50 +96,59 @@ def test_a_fixed_field_keeps_its_value(field: str) -> None:
     value = {"pp_schedule": "GPipe", "ep": 4}.get(field, 2)
     result = search(SMALL.model_copy(update={field: value}), fixed=[field], limit=50)
     assert {getattr(candidate.experiment, field) for candidate in result.candidates} == {value}
-
-
-def test_a_field_that_is_not_varied_cannot_be_fixed() -> None:
-    with pytest.raises(BadInput, match="seq_len"):
+    with pytest.raises(BadInput, match=f"seq_len: a search does not vary this; it varies .*{field}"):
         search(SMALL, fixed=["seq_len"])
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_global_batch_is_kept(cp: int) -> None:
     experiment = PUBLISHED.model_copy(update={"cp": cp})
-    found = search(experiment, global_batch=4096, fixed=("microbatch", "pp_schedule", "cp"), limit=100)
-    assert found.candidates
-    for candidate in found.candidates:
+    result = search(experiment, global_batch=4096, fixed=("microbatch", "pp_schedule", "cp"), limit=100)
+    assert len(result.candidates) == 100
+    for candidate in result.candidates:
         x = candidate.experiment
         assert x.local_batch * x.dp_replicate * x.dp_shard == x.global_batch == 4096
     assert search(SMALL, global_batch=7).candidates, "one data-parallel rank can take any batch"
 
 
-def test_where_nothing_fits_the_nearest_are_named() -> None:
+def test_where_nothing_fits_the_nearest_are_named_and_where_nothing_is_legal_none() -> None:
     experiment = PUBLISHED.model_copy(update={"nodes": 1, "local_batch": 8})
-    found = search(experiment, headroom_gib=headroom_gib(experiment), limit=3)
-    assert found.candidates == ()
-    assert found.too_large == found.legal > 3
-    missing = [candidate.headroom_gib for candidate in found.nearest]
-    assert len(missing) == 3
+    result = search(experiment, headroom_gib=headroom_gib(experiment), limit=3)
+    assert result.candidates == ()
+    assert result.too_large == result.legal > 3
+    missing = [candidate.headroom_gib for candidate in result.nearest]
     assert missing == sorted(missing, reverse=True)
-    assert all(candidate.fits is False for candidate in found.nearest)
-
-
-def test_nothing_legal_is_an_empty_answer() -> None:
-    found = search(SMALL.model_copy(update={"dispatch_precision": "fp8"}))
-    assert (found.candidates, found.nearest, found.legal) == ((), (), 0)
-    assert found.examined > 0
-
-
-def test_without_a_known_gpu_the_order_has_no_memory() -> None:
-    found = search(SMALL, headroom_gib=None, limit=3)
-    assert [candidate.fits for candidate in found.candidates] == [None] * 3
-    assert found.to_json()["candidates"][0]["headroom_gib"] is None
+    assert [candidate.fits for candidate in result.nearest] == [False] * 3
+    nothing = search(SMALL.model_copy(update={"dispatch_precision": "fp8"}))
+    assert (nothing.candidates, nothing.nearest, nothing.legal, nothing.examined > 0) == ((), (), 0, True)
 
 
 def test_it_judges_the_whole_space_of_256_gpus() -> None:
     """How fast is in benchmarks/search.py and its results."""
-    found = search(PUBLISHED, headroom_gib=headroom_gib(PUBLISHED))
-    assert found.examined > 100_000
-    assert len(found.candidates) == 10
-    assert all(check(one.experiment).legal and one.experiment.dp_shard > 0 for one in found.candidates)
+    result = search(PUBLISHED, headroom_gib=headroom_gib(PUBLISHED))
+    assert result.examined > 100_000
+    assert len(result.candidates) == 10
+    assert all(check(one.experiment).legal and one.experiment.dp_shard > 0 for one in result.candidates)
+
+
+def test_an_answer_says_from_which_rows_on_8_bits_save_time_and_how_long_the_gpu_waits() -> None:
+    small = {"model": "16B", "gpus_per_node": 8, "ep": 8, "seq_len": 4096, "hardware": "b200_node", "dataset": "c4"}
+    fixed = ("pp", "pp_schedule", "cp", "dp_replicate", "activation_checkpoint")
+    experts = recommend(Experiment(**small), settings=False, limit=3, fixed=fixed).gains[0]
+    projection = experts.with_it
+    waits = projection.breakdown_s["host and waiting"] / projection.step_time_s
+    assert f"the GPU waits {waits:.0%} of the step" in experts.why
+    job, even = projection.job, int(re.search(r"break-even is ([\d,]+)", experts.why)[1].replace(",", ""))
+    for rows, saves in ((0.9 * even, False), (1.1 * even, True)):
+        work = replace(job.work, tokens=round(rows * job.work.tokens / job.work.received(job.shape)))
+        plain = replace(work, one_pass_experts=False, scaled_products=False, pad_multiple=1)
+        bf16_s = expert_s(replace(job, precision=Precision.BF16, work=plain), CALIBRATION)
+        assert (expert_s(replace(job, work=work), CALIBRATION) < bf16_s) == saves
+
+
+def test_a_sweep_takes_the_8_bit_format_that_each_gpu_multiplies() -> None:
+    formats = {
+        kind: on(kind, PUBLISHED.model_copy(update={"precision": Precision.MXFP8})).precision for kind in PROFILES
+    }
+    assert formats == {"H100": "fp8", "H200": "fp8", "B200": "mxfp8", "GB200": "mxfp8"}
+    assert on("H100", PUBLISHED).precision == "bf16"

@@ -19,6 +19,7 @@ from moelab.notebooks.shipped import FOLDERS, RECORD, write_out
 ROOT = Path(__file__).parents[2]
 OWN = {str(file.relative_to(ROOT)) for group in FOLDERS for file in (ROOT / group).rglob("*") if file.is_file()}
 A, B, PROFILE = "notebooks/a.ipynb", "notebooks/b.ipynb", "papermill_params/a/cpu.yaml"
+Install = Callable[..., None]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -26,17 +27,17 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    """Installs a version of moelab that has these files."""
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a version of moelab that has these files with this text."""
 
-    def install(content: dict[str, str]) -> None:
-        folder = tmp_path / f"version {len(list(tmp_path.iterdir()))}"
-        for name, text in content.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
+    def version(text: str, *names: str) -> None:
+        folder = tmp_path / f"version {text}"
+        for file in (folder / name for name in names):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
         monkeypatch.setattr(shipped, "shipped", folder.joinpath)
 
-    return install
+    return version
 
 
 def test_everything_is_written_and_a_second_call_touches_nothing(
@@ -47,29 +48,24 @@ def test_everything_is_written_and_a_second_call_touches_nothing(
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"begin with: jupyter lab {folder}/notebooks/00_start_here.ipynb"
     left = files(folder)
-    assert left.keys() == OWN | {RECORD}
-    assert all(left[name] == (ROOT / name).read_bytes() for name in left if name != RECORD)
+    assert left == {RECORD: left[RECORD]} | {name: (ROOT / name).read_bytes() for name in OWN}
     times = {name: (folder / name).stat().st_mtime_ns for name in left}
     assert main(["notebooks", str(folder), "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
-    assert (done["written"], done["renewed"], done["kept"], len(done["same"])) == ([], [], {}, len(left) - 1)
+    assert (done["written"], done["renewed"], done["kept"], set(done["same"])) == ([], [], {}, OWN)
     assert {name: (folder / name).stat().st_mtime_ns for name in files(folder)} == times
-
-
-def test_in_a_clone_all_is_there() -> None:
-    assert set(write_out(ROOT).same) == OWN
+    assert set(write_out(ROOT).same) == OWN  # in a clone all is there
     assert not (ROOT / RECORD).exists()
 
 
-def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, version: Callable[[dict[str, str]], None]) -> None:
+def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, install: Install) -> None:
     folder = tmp_path / "lab"
-    version({A: "one", B: "one", PROFILE: "one"})
+    install("one", A, B, PROFILE)
     write_out(folder)
     (folder / A).write_text("mine")
-    kept = write_out(folder).kept
-    assert kept == {A: "it was changed here"}
+    assert write_out(folder).kept == {A: "it was changed here"}
     (folder / PROFILE).unlink()
-    version({A: "two", B: "two", PROFILE: "two"})
+    install("two", A, B, PROFILE)
     done = write_out(folder)
     assert (done.written, done.renewed, done.same) == ((PROFILE,), (B,), ())
     assert done.kept == {A: "it was changed here, and moelab's is another since"}
@@ -80,80 +76,80 @@ def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, version: Cal
     assert files(folder) == {RECORD: (folder / RECORD).read_bytes(), **dict.fromkeys((A, B, PROFILE), b"two")}
 
 
-def test_what_moelab_did_not_write_is_kept(tmp_path: Path, version: Callable[[dict[str, str]], None]) -> None:
-    version({A: "one", B: "one", PROFILE: "one"})
-    (tmp_path / "lab" / A).mkdir(parents=True)
-    (tmp_path / "lab" / B).write_text("mine")
-    (tmp_path / "lab" / PROFILE).parent.mkdir(parents=True)
-    (tmp_path / "lab" / PROFILE).symlink_to("nowhere")
-    done = write_out(tmp_path / "lab")
+def test_what_moelab_did_not_write_is_kept(tmp_path: Path, install: Install) -> None:
+    install("one", A, B, PROFILE)
+    folder = tmp_path / "lab"
+    (folder / A).mkdir(parents=True)
+    (folder / B).write_text("mine")
+    (folder / PROFILE).parent.mkdir(parents=True)
+    (folder / PROFILE).symlink_to("nowhere")
+    done = write_out(folder)
     assert done.kept == {
         A: "cannot be read: Is a directory",
         B: "moelab did not write it",
         PROFILE: "cannot be read: No such file or directory",
     }
-    assert (done.written, files(tmp_path / "lab")) == ((), {B: b"mine"})
+    assert (done.written, files(folder)) == ((), {B: b"mine"})
 
 
 def test_a_disk_that_fills_leaves_whole_files_and_the_next_call_goes_on(
-    tmp_path: Path, version: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "lab"
-    version({A: "one", B: "one"})
+    install("one", A, B)
     with monkeypatch.context() as full:
-        fsync = Mock(side_effect=[None, OSError(28, "No space left on device")])
-        full.setattr(os, "fsync", fsync)
+        full.setattr(os, "fsync", Mock(side_effect=[None, OSError(28, "No space left on device")]))
         with pytest.raises(OSError, match="No space left"):
             write_out(folder)
     assert files(folder) == {A: b"one"}
     assert write_out(folder).written == (B,)
     (folder / RECORD).unlink()  # as if the disk had filled just before it
     assert write_out(folder).same == (A, B)
-    version({A: "two", B: "two"})
+    install("two", A, B)
     assert write_out(folder).renewed == (A, B)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_damaged_record_is_named(tmp_path: Path, content: str, version: Callable[[dict[str, str]], None]) -> None:
-    version({A: "one"})
+def test_a_damaged_record_is_named(tmp_path: Path, content: str, install: Install) -> None:
+    install("one", A)
     (tmp_path / RECORD).write_text(content)
     with pytest.raises(BadInput, match=r"\.moelab_notebooks\.json is damaged: delete it"):
         write_out(tmp_path)
     assert not (tmp_path / A).exists()
 
 
-def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").touch()
-    assert main(["notebooks", str(tmp_path / "a")]) == 2
-    assert "a is a file; give the folder" in capsys.readouterr().err
-
-
 def test_a_study_is_found_by_its_name_and_a_file_of_that_name_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nano").mkdir()  # no file: a run of it, perhaps
     for file in sorted((ROOT / "studies").glob("*.yaml")):
         assert read_study(Path(file.stem)) == read_study(file), file
-    assert main(["plan", "nano", "--json"]) == 0
-    assert [one["arm"] for one in json.loads(capsys.readouterr().out)["plans"]] == ["bf16_standard", "mxfp8_standard"]
     Path("own_shape").write_text("name: mine\nmodel: debug\n")
     assert read_study(Path("own_shape")).name == "mine"
+    for path in ("nano.yaml", "./x/nano", "/nano"):  # a path is no name
+        with pytest.raises(BadInput, match="cannot be read: No such file"):
+            read_study(Path(path))
 
 
-@pytest.mark.parametrize("verb", ["plan", "project", "run", "submit", "doctor", "explain"])
-def test_every_verb_that_takes_a_study_lists_the_names(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+NAMES = "16B_b200_x256, 671B_b200_x256, gpu_smoke, gpu_smoke_compiled, nano, own_shape"
+NO_STUDY = f"nanoo is neither a file nor a study that comes with moelab; those are {NAMES}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("notebooks a", "a is a file; give the folder"),
+        *((f"{verb} nanoo", NO_STUDY) for verb in ("plan", "project", "run")),
+        ("submit nanoo --cluster local", NO_STUDY),
+        ("doctor --file nanoo --cluster local", NO_STUDY),
+        ("explain t --against nanoo", NO_STUDY),
+    ],
+)
+def test_the_command_line_says_what_it_takes_instead(
+    arguments: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    more = {"submit": "nanoo --cluster local", "doctor": "--file nanoo --cluster local", "explain": "t --against nanoo"}
-    assert main([verb, *more.get(verb, "nanoo").split()]) == 2
-    valid = "16B_b200_x256, 671B_b200_x256, gpu_smoke, gpu_smoke_compiled, nano, own_shape"
-    assert f"nanoo is neither a file nor a study that comes with moelab; those are {valid}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", ["nano.yaml", "./x/nano", "/nano"])
-def test_a_path_is_no_name(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match="cannot be read: No such file"):
-        read_study(Path(path))
+    (tmp_path / "a").touch()
+    assert main(arguments.split()) == 2
+    assert words in capsys.readouterr().err

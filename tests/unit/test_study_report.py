@@ -48,7 +48,6 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert held_out.mean_difference_nats == pytest.approx(0.0035, abs=1e-4)
     assert "nats in held-out loss (" in held_out.sentence()
     assert (verdict.reference_losses, gain.ratio) == (pytest.approx(ENDS, abs=1e-5), pytest.approx(0.5))
-    assert judged.speed_note == "each rank is a CPU process; emulated MXFP8 kernels: no measure of speed"
     text = judged.as_text()
     assert "\n8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats" in text
     assert all(words in text for words in ("500 tokens/s per rank", "-50.0 %"))
@@ -63,7 +62,6 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     [
         ({"bf16": {}}, ["bf16_standard"], "No verdict: no run of an arm besides the reference bf16_standard finished"),
         ({"bf16": FAILED, "mxfp8": {}}, ["mxfp8_standard"], "No verdict: no run of the reference bf16_standard fini"),
-        ({"bf16": FAILED, "mxfp8": {}}, ["mxfp8_standard"], "left out: BF16 + standard all-to-all, seed 0: failed: ra"),
     ],
 )
 def test_a_study_without_a_verdict(tmp_path: Path, runs: dict[str, Any], finished: list[str], words: str) -> None:
@@ -73,7 +71,7 @@ def test_a_study_without_a_verdict(tmp_path: Path, runs: dict[str, Any], finishe
     assert [side.arm for side in judged.sides if side.finished] == finished
     assert judged.verdicts == judged.gains == judged.held_out == []
     assert words in judged.as_text()
-    assert "Study s" in page_of(tmp_path / "s")
+    assert len(runs) == 1 or FAILED["reason"] in page_of(tmp_path / "s")
 
 
 def test_one_seed_of_two_steps(tmp_path: Path) -> None:
@@ -84,6 +82,9 @@ def test_one_seed_of_two_steps(tmp_path: Path) -> None:
     numbers = (verdict["answer"], verdict["interval_nats"], verdict["margin_nats"])
     assert numbers == ("insufficient data", [None, None], None)
     assert (judged.throughput, "tokens/s per rank" in judged.as_text()) == ([], False)
+    assert "nats in the loss of step 2 (" in judged.as_text()
+    words = "Not decided: MXFP8 ends +0.0000 nats from BF16 (1 seed): insufficient data."
+    assert judged.summary["Same loss?"] == words
     assert "loss" in page_of(tmp_path / "s")
 
 
@@ -132,18 +133,13 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     new = [train(study, "bf16", seed, curve(4.0), lr=1.0e-2).experiment for seed in range(4)]
     judged = judge_study(study, study=Study(name="s", experiments=tuple(old)))
     assert judged.verdicts[0].reference_losses == pytest.approx(ENDS, abs=1e-5)
-    assert not any("differ" in note for note in judged.notes)
     planned = [*new, *(one for one in old if one.precision == "mxfp8")]
     mixed = judge_study(study, study=Study(name="s", experiments=tuple(planned)))
     words = "The arms also differ in their settings: lr 0.003 instead of 0.01."
-    assert words in mixed.verdicts[0].sentence()
-    assert f"MXFP8 + standard all-to-all: {words}" in mixed.notes
-    assert mixed.gains  # a step takes as long at another learning rate
+    assert [words in one.verdicts[0].sentence() for one in (judged, mixed)] == [False, True]
 
 
-def test_a_study_is_the_same_from_anywhere_and_after_it_moved(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_is_the_same_from_anywhere(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def contents(path: Path) -> tuple[Any, ...]:
         judged = judge_study(path)
         return judged.study, judged.as_text(), judged.to_json(), {**provenance(judged), "Written": "", "Command": ""}
@@ -191,19 +187,14 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
     assert (what, has_throughput()) == (f"nano on 2 processes of A processor, {work}", False)
     faster, _, what = summary("native", gpus=[{"name": "NVIDIA B200", "driver": "580.1"}] * 2)
     assert faster.startswith("MXFP8 over BF16 (both standard all-to-all): -50.0 % tokens/s (95 % interval ")
+    assert faster.endswith("n = 4 seeds).")  # and its sign is known
     assert (what, has_throughput()) == (f"nano on 2 × NVIDIA B200, {work}", True)
     faster, _, _ = summary("emulated", gpus=[{"name": "NVIDIA H100", "driver": "580.1"}] * 2)
     assert faster.startswith("Not measured for MXFP8 + standard all-to-all: emulated kernels are slower")
     assert judge_study(study, reference="mxfp8_standard").summary["Faster?"] == faster
     page = html.unescape(page_of(study))
-    places = [page.index(words) for words in ("Faster?", "What differs between", 'id="figures"', 'id="verdicts"')]
-    assert places == sorted(places)
-    for words in (
-        "<td>mxfp8</td>",
-        "The same in all: model nano · GPU NVIDIA H100",
-        "sequence length, tokens 256 · local batch, sequences 4 · steps 20 · learning rate 0.003",
-    ):
-        assert words in page
+    assert "The same in all: model nano · GPU NVIDIA H100" in page
+    assert "sequence length, tokens 256 · local batch, sequences 4 · steps 20 · learning rate 0.003" in page
     train(study, "fp8", 0, [*curve(5.0)[:-1], math.nan])
     assert "No: different: " in judge_study(study).summary["Same loss?"]
 
@@ -277,9 +268,7 @@ def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: 
     assert provenance(judge_study(tmp_path / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
 
 
-def test_no_shape_of_a_secret_in_a_reason_reaches_a_page_or_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_shape_of_a_secret_in_a_reason_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study, shown = tmp_path / "s", ""
     for seed in range(2):
         train(study, "bf16", seed, [8.0, 7.0, 6.0], steps=3)

@@ -104,9 +104,7 @@ def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(
     assert (judged.verdicts[0].n_seeds, note) == (len(ENDS), f"lr 0.003 instead of 0.001 ({more})")
 
 
-def test_arms_of_other_settings_are_judged_and_a_gain_is_of_settings_that_speed_does_not_depend_on(
-    tmp_path: Path,
-) -> None:
+def test_other_settings_are_told_and_a_gain_is_of_those_that_speed_depends_on(tmp_path: Path) -> None:
     for seed in ENDS:
         train(tmp_path / "s", "bf16", seed)
         train(tmp_path / "s", "mxfp8", seed, lr=2.0e-3, dataset="c4")
@@ -169,8 +167,14 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(study: Path) -> None:
     assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
     assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {3}
     assert "+nan" not in judge_study(study, dropped_seeds=[*ENDS]).as_text()
-    with pytest.raises(BadInput, match="seed 77 cannot be dropped"):
-        judge_paths([study], dropped_seeds=[77])
+    for path, refused, words in (
+        (study, {"dropped_seeds": [77]}, "seed 77 cannot be dropped: the seeds of these runs are 0, 1, 2, 3"),
+        (EXAMPLE_LOGS[0], {"dropped_seeds": [77]}, "seed 77 cannot be dropped: the seeds of these runs are not known"),
+        (study, {"final_fraction": 0.0}, "final_fraction is 0"),
+        (EXAMPLE_LOGS[0], {"final_fraction": 1.5}, "final_fraction is 1.5"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            judge_paths([path], **refused)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +199,7 @@ def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (packages(triton="3.3", **{"nvidia-nccl-cu13": "2.30"}), None, False),  # the other record does not speak of it
     ],
 )
-def test_what_a_gain_and_a_loss_depend_on(
+def test_what_gain_and_loss_depend_on(
     on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
     usual = {"gpus": H100, "git_commit": "1111111"}
@@ -226,7 +230,17 @@ def test_no_gain_is_claimed_between_machines_in_words_numbers_or_figures(study: 
     assert not any(re.search("faster|tokens/s", title(one.figure)) for one in report_figures(judged))
     speed = next(title(one.figure) for one in report_figures(side_by_side) if one.caption.startswith("Throughput"))
     assert list(side_by_side.no_gain) == [MXFP8]
+    ratios = [row[8] for row in report_tables(side_by_side)[0].rows]
+    assert ratios == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
     assert "logged 1,000 and 500 tokens/s, not on like machines: no gain is claimed" in speed
+
+
+def test_a_gain_whose_sign_is_not_known_says_so(tmp_path: Path) -> None:
+    for seed, tps in enumerate((950.0, 1000.0, 1060.0)):
+        train(tmp_path / "s", "bf16", seed)
+        train(tmp_path / "s", "fp8", seed, tps=tps)
+    record_machine(tmp_path / "s", gpus=H100)
+    assert judge_study(tmp_path / "s").summary["Faster?"].endswith("n = 3 seeds): no difference is shown.")
 
 
 def test_runs_of_an_arm_that_are_not_alike_have_no_gain_and_are_counted(study: Path) -> None:
@@ -239,7 +253,9 @@ def test_runs_of_an_arm_that_are_not_alike_have_no_gain_and_are_counted(study: P
     kernels = "MXFP8 or NVFP4 kernels emulated in 3 runs, native in 1 run within one arm"
     assert judged.no_gain == {MXFP8: f"torch {own} against {own}; {kernels}"}
     assert f"torch {own} against {own}" in judged.verdicts[0].sentence()
-    assert "torch 2.14.0 in 6 runs, 2.13.0 in 2 runs" in provenance(judged)["Software"]
+    software = "torch 2.14.0 in 6 runs, 2.13.0 in 2 runs; torchtitan 0.3.0; torchao 0.18.0; driver 570.1"
+    assert provenance(judged)["Software"] == f"Python 3.11.7; {software}"
+    assert "500 tokens/s per GPU" in judged.as_text()
     assert provenance(judged)["Hardware"] == "2 × NVIDIA H100"
     report = judge_paths([study, EXAMPLE_LOGS[0]])
     assert report.sides[0].settings.values["torch"] == own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
+from moelab.projection.gemm import break_even_m
+from moelab.projection.gemm_fit import fit_b200
+from moelab.projection.project import project
 from moelab.titan.arms import named_arms
 from moelab.viz import LayoutExplorer
+from moelab.viz.grouped_gemm import ExpertExplorer
 from moelab.viz.projection import ProjectionExplorer
-from moelab.viz.theme import new_figure
+from moelab.viz.theme import in_words, new_figure
 from moelab.viz.traffic import TrafficExplorer
 from moelab.viz.widget import Explorer, changes, labelled_control
 
@@ -25,6 +30,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
     max_leaves=12,
 )
+OBJECTS = st.dictionaries(st.sampled_from("xyz"), VALUES)
 
 
 def without_none(value: Any) -> Any:
@@ -34,7 +40,7 @@ def without_none(value: Any) -> Any:
     return [without_none(one) for one in value] if isinstance(value, list) else value
 
 
-@given(st.dictionaries(st.sampled_from("xyz"), VALUES), st.dictionaries(st.sampled_from("xyz"), VALUES))
+@given(OBJECTS, OBJECTS)
 def test_changes_make_the_one_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
     made = copy.deepcopy(old)
     for path, value in changes(old, new):
@@ -52,6 +58,8 @@ class Line(Explorer):
     def __init__(self) -> None:
         controls = {name: labelled_control("IntText", f"the {name}") for name in ("last", "red")}
         super().__init__(controls, ["line"])
+        self.sent = list[Any]()
+        self.plots.send = self.sent.append
 
     def look(self) -> tuple[str, Mapping[str, go.Figure]]:
         if not 0 <= self.chosen["red"] < 256:
@@ -61,22 +69,30 @@ class Line(Explorer):
         return "drawn", {"line": figure}
 
 
-def test_only_what_changed_travels() -> None:
-    explorer, sent = Line(), list[Any]()
-    explorer.plots.send = sent.append
+def test_only_what_changed_travels_and_a_browser_that_missed_it_gets_all() -> None:
+    explorer = Line()
     explorer.controls["red"].value = 7
-    (message,) = sent
-    assert message["changes"] == [(("line", "data", 0, "line", "color"), "rgb(7,0,0)")]
     explorer.controls["last"].value = 7
-    assert [path for path, _ in sent[1]["changes"]] == [("line", "data", 0, "y")]
+    ((red,), ((path, points),)) = (message["changes"] for message in explorer.sent)
+    assert red == (("line", "data", 0, "line", "color"), "rgb(7,0,0)")
+    assert (path, points[-1]) == (("line", "data", 0, "y"), 7)
     assert explorer.plots.figures["line"] == json.loads(explorer.figures["line"].to_json())
+    explorer.sent.clear()
+    for drawn in (explorer.plots.number, 0):
+        explorer.plots._handle_custom_msg({"drawn": drawn}, [])
+    assert [one["changes"] for one in explorer.sent] == [[(("line",), explorer.plots.figures["line"])]]
+
+
+BF16, DEEPEP = (named_arms()[f"dsv3_671b_{arm}"] for arm in ("bf16_standard", "mxfp8_deepep"))
+TPS = project(DEEPEP.model_copy(update={"mxfp8_kernels": "auto"})).tps
+EVEN = break_even_m(1408, 2048, 8, fit_b200().rates())
 
 
 @pytest.mark.parametrize(
     ("explorer", "control", "value", "words"),
     [
-        (lambda: LayoutExplorer(named_arms()["dsv3_671b_bf16_standard"]), "ep", 16, None),
-        (lambda: ProjectionExplorer(named_arms()["dsv3_671b_mxfp8_deepep"]), "pp", 4, ("price_per_gpu_hour", 2.0)),
+        (lambda: LayoutExplorer(BF16), "ep", 16, None),
+        (lambda: ProjectionExplorer(DEEPEP), "pp", 4, ("price_per_gpu_hour", 2.0)),
         (TrafficExplorer, "token", 14, ("tokens", 8192)),
     ],
 )
@@ -86,11 +102,76 @@ def test_another_choice_sends_arrays_and_no_trace_and_one_of_the_words_alone_not
     shown, sent = explorer(), list[Any]()
     shown.plots.send = sent.append
     shown.controls[control].value = value
-    (message,) = sent
-    assert all(len(path) > 2 for path, _ in message["changes"]), "all traces are sent again"
     if words:
         shown.controls[words[0]].value = words[1]
-        assert len(sent) == 1
+    (message,) = sent
+    assert all(len(path) > 2 for path, _ in message["changes"]), "all traces are sent again"
+
+
+def shown_by(explorer: Explorer) -> str:
+    """Words, reasons under the controls and titles of the figures, without tags."""
+    reasons = [f"{name}: {one.value}" for name, one in explorer.reasons.items() if one.value]
+    titles = [figure.layout.title.text for figure in explorer.figures.values()]
+    return html.unescape(" | ".join(map(in_words, [explorer.words.value, *reasons, *titles])))
+
+
+@pytest.mark.parametrize(
+    ("explorer", "moves"),
+    [
+        (
+            TrafficExplorer,
+            [
+                ({}, "a token reaches 7.27 GPUs on 3.61 nodes (derived)"),
+                ({"routing": "group_limited"}, "6.60 GPUs on 2.93 nodes"),
+                ({"model": "GLM-4.5", "ep": 64}, "| ep: Cannot be ep is 64 and does not divide 160 experts"),
+                ({"ep": 8, "routing": "skewed"}, "(simulated)"),
+            ],
+        ),
+        (
+            lambda: LayoutExplorer(BF16),
+            [
+                ({}, "671 G parameters, 37.55 G active"),
+                ({"pp": 16}, "Cannot be : see PP degree | pp: Cannot be ep is 32"),
+                ({"ep": 16}, "FSDP 8"),
+                ({"figure": "mesh", "rank": 9}, "| Rank 9 reaches"),
+                ({"model": "Qwen3-30B-A3B", "pp": 1}, "30.53 G parameters, 3.353 G active"),
+            ],
+        ),
+        (
+            lambda: ProjectionExplorer(DEEPEP),
+            [
+                ({}, f"{TPS:,.0f} tokens/s per GPU"),
+                ({"network_gb_s": 400.0}, "extrapolated"),
+                ({"gpus": 8}, "Illegal : see number of GPUs | gpus: Illegal ep is 32"),
+                ({"gpus": 256, "activation_checkpoint": "none"}, "activation_checkpoint: Legal, but does not fit"),
+                ({"model": "Qwen3-30B-A3B"}, "Legal · fits"),
+            ],
+        ),
+        (
+            lambda: ExpertExplorer("16B", 8192, ep=8),
+            [
+                ({}, f"your M is 49,152 rows on 8 experts, break-even {EVEN:,.0f} rows"),
+                ({}, "MXFP8 loses"),
+                ({"model": "Qwen3-235B-A22B"}, "16 experts of N 1,536, K 4,096"),
+                ({"gpu": "H100, row-wise FP8"}, "| Row-wise FP8 loses time"),
+                ({"gpu": "B200, MXFP8", "model": "671B", "tokens": 2**17}, "MXFP8 saves"),
+                (
+                    {"model": "GLM-4.5", "ep": 64},
+                    "ep 64: give positive numbers, ep a divisor of 160",
+                ),
+            ],
+        ),
+    ],
+    ids=["traffic", "layout", "projection", "experts"],
+)
+def test_explorers_say_what_follows_from_a_choice_or_why_it_cannot_be(
+    explorer: Callable[[], Explorer], moves: list[tuple[dict[str, object], str]]
+) -> None:
+    moved = explorer()
+    for choice, says in moves:
+        for control, value in choice.items():
+            moved.controls[control].value = value
+        assert says in shown_by(moved)
 
 
 def test_a_refusal_stands_under_the_control_that_caused_it() -> None:
@@ -101,20 +182,10 @@ def test_a_refusal_stands_under_the_control_that_caused_it() -> None:
     assert (explorer.reasons["last"].value, explorer.figures, explorer.plots.figures) == ("", {}, {"line": None})
     explorer.controls["last"].value = 5  # which has nothing to do with it
     assert (explorer.reasons["last"].value, explorer.refused[0]) == ("", "red")
+    assert [explorer.reasons[name].layout.display for name in ("last", "red")] == ["none", None]
     explorer.controls["red"].value = 255
     assert ">drawn<" in explorer.words.value
     assert (explorer.reasons["red"].value, set(explorer.figures)) == ("", {"line"})
-
-
-def test_a_browser_that_missed_changes_gets_all_figures() -> None:
-    explorer, sent = Line(), list[Any]()
-    explorer.plots.send = sent.append
-    explorer.plots._handle_custom_msg({"drawn": explorer.plots.number}, [])
-    assert sent == []
-    explorer.plots._handle_custom_msg({"drawn": 0}, [])
-    assert [change for message in sent for change in message["changes"]] == [
-        (("line",), explorer.plots.figures["line"])
-    ]
 
 
 def test_readers_without_a_kernel_see_the_title() -> None:

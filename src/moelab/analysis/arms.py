@@ -56,6 +56,7 @@ def arm_label(arm: str) -> str:
         return label
     fields = [*Experiment.model_fields, *ShapeChanges.model_fields, "dispatch"]
     hyphenated = sorted((field.replace("_", "-") for field in fields), key=len, reverse=True)  # ep-kernels before ep
+    # Values may hold hyphens too (`lr-1e-05`), so a part is read by the fields' names and not split at them.
     details = []
     for part in rest.split("_"):
         name = next((name for name in hyphenated if part.startswith(f"{name}-")), "")
@@ -74,7 +75,7 @@ def contrast(arm: str, other: str) -> tuple[str, str, str]:
         ('MXFP8 + DeepEP', 'BF16 + standard all-to-all', '')
     """
     first, second = arm_label(arm).split(" + ", 1), arm_label(other).split(" + ", 1)  # precision and the rest
-    if len(first) == len(second) == 2 and first != second:
+    if len(first) == len(second) == 2 and first != second:  # of another kind of name there is no second part
         if first[1] == second[1]:
             return first[0], second[0], first[1]
         if first[0] == second[0]:

@@ -65,6 +65,7 @@ _CONTENT: dict[str, Any] = read_yaml("published.yaml")
 SOURCE: str = _CONTENT["source"]
 # Where a row names no source of its own.
 _KNOWN = {"source": SOURCE, "label": _CONTENT["label"]}
+# The two published runs share most of their set-up; each names what is its own.
 THROUGHPUT_SETUP, CONVERGENCE_SETUP = (
     Setup(**{**_KNOWN, **_CONTENT["shared"], **_CONTENT[name]}) for name in ("throughput_setup", "convergence_setup")
 )

@@ -146,6 +146,7 @@ class Verdict:
     @property
     def answer_words(self) -> str:
         """The answer, and for an equivalent arm the shift that it has all the same, or that it has none at all."""
+        # Training is not that exact on GPUs: equal digits are more likely one run than two.
         if self.answer is Answer.EQUIVALENT and all(self.arm_losses[k] == self.reference_losses[k] for k in self.seeds):
             return f"{self.answer}, and the same to the last digit: both may have run the same, or be copies"
         if self.answer is Answer.EQUIVALENT and self.excludes_zero:
@@ -244,7 +245,7 @@ def judge(
     differences = [kept[seed] - base[seed] for seed in seeds]
     answer, sd, low, high = Answer.INSUFFICIENT, NAN, NAN, NAN
     tost_p, beyond_p, t_p = NAN, NAN, NAN
-    if len(differences) > 1:
+    if len(differences) > 1:  # two give an interval, and MIN_SEEDS an answer
         # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
         bound = margin.nats if margin.exists else margin.cap_nats
         tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
@@ -276,7 +277,7 @@ def judge(
         reference_losses=base,
         arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
         reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
-        outlying_seeds=outlying_seeds(base),
+        outlying_seeds=outlying_seeds(base),  # without dropped ones: the next may have hidden behind them
         dropped_seeds=dropped,
         excluded=tuple(
             f"{name}, {words}" for name, one in both for words in _reasons(one.known, {**one.diverged, **one.lost})
@@ -311,6 +312,7 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     if not tested or len(with_p) < 2:
         return verdicts
     level = (1.0 - with_p[0].interval.level) / 2.0  # of one side, as each test was made
+    # Also those that are not different count as tests that were made.
     significant = multipletests([one.beyond_p for one in with_p], alpha=level, method="holm")[0]
     stands = {one.arm: stands for one, stands in zip(with_p, significant, strict=True)}
     words = f"Alone it would be different, but not after Holm's correction for {len(with_p)} arms."
@@ -327,7 +329,7 @@ def _before_any_interval(
 ) -> Iterator[tuple[Answer, str]]:
     """What decides whatever the interval says, the first before the others, each with its answer."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    n = len(ours.known | theirs.known)
+    n = len(ours.known | theirs.known)  # of all seeds that there should be, also those that were lost
     if failed := verdict.arm_diverged:
         words, why = f"{len(failed)} of {n} seeds diverged in {arm} and not in {reference}", ours.diverged
         if any(seed in theirs.losses for seed in failed):  # trained well by the reference
@@ -363,6 +365,7 @@ def _before_any_interval(
 def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_steps: int) -> Iterator[str]:
     """What qualifies an answer and decides nothing."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    # Of the arm it decides nothing: a seed that goes astray in it alone may be what the arm does.
     for seed in outlying_seeds(verdict.arm_losses):
         yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
     for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses)):
@@ -408,7 +411,7 @@ def _settled_by(verdict: Verdict, margin: Margin) -> Verdict:
     needed = low, high = seeds_needed(
         n_seeds=verdict.n_seeds,
         sd_difference=verdict.sd_difference,
-        n_reference=len(verdict.reference_losses),
+        n_reference=len(verdict.reference_losses),  # the margin is of all of them, with a partner or without
         margin=margin,
     )
     if low is None:

@@ -44,6 +44,7 @@ def markdown_table(folder: str = "") -> str:
 def _question(name: str) -> str:
     """A notebook begins with its title and, in bold, its question."""
     cells = json.loads((shipped("notebooks") / f"{name}.ipynb").read_text())["cells"]
+    # The first bold words: a notebook's title cell holds its question and nothing else in bold before it.
     questions: list[str] = re.findall(r"\*\*(.+?)\*\*", "".join(cells[0]["source"]))
     return questions[0]
 

@@ -28,6 +28,7 @@ def will_submit(study: Study, runs: Path, cluster: ClusterProfile, *, submit: bo
         return submit
     folder = directory.discover(runs / study.name)
     states = [{status.state for status in refresh(folder.attempts(one))} for one in study.experiments]
+    # Another submission while one is queued would train the same seeds twice.
     with_slurm = any(tried & set(ACTIVE) for tried in states)
     return not with_slurm and any(State.COMPLETED not in tried for tried in states)
 
@@ -59,6 +60,7 @@ def bring_forward(
     if submit and cluster.scheduler == "none":
         raise Refused(f"submit is True, and cluster {cluster.name} has no Slurm; set submit = False to train here")
     if cluster.scheduler == "none":
+        # A failed run is told and not raised: the notebook shows what the others did.
         for run in run_study(study, runs, on_failure=on_failure, say=say).failed:
             say(f"{run.name}: {run.status.in_words()}")
         return
@@ -66,6 +68,7 @@ def bring_forward(
     for line in folder.lines:
         say(line)
     tried = [run for one in study.experiments for run in folder.attempts(one)]
+    # All at once: Slurm is asked in one call, however many runs there are.
     states = refresh(tried)
     for run, status in zip(tried, states, strict=True):
         say(f"{run.name}: {status.state}" + (f", job {status.job_id}" if status.job_id else ""))
@@ -138,6 +141,7 @@ def projected_arms(study: Study, *, say: Say) -> Mapping[str, Estimate]:
             continue
         low, high = one.interval
         estimates[experiment.arm] = Estimate(value=one.tps, low=low, high=high)
+    # Arms of one layout fail for one reason; it is said once with all their names.
     for reason, arms in refusals.items():
         say(f"{', '.join(arms)} cannot be projected: {reason}")
     return estimates

@@ -285,6 +285,7 @@ def constants_of_node(grouped_gemm: Measurement, all_to_all: Measurement) -> dic
 
 def _of_products(measured: Measurement, gpu: str, name: str) -> Iterator[float | None]:
     for row in measured.rows:
+        # 8 bits have constants of their own, and forward alone says nothing of the slower wgrad
         if (row["precision"], row["pass"]) == ("bf16", "forward+backward"):
 
             def predict(calibration: Calibration, row: Row = row) -> float:  # bound now: the loop goes on

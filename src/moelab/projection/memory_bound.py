@@ -37,7 +37,7 @@ def elementwise_bytes(job: Job, *, moe: bool, again: bool = False) -> float:
     else:
         elements += t * heads * (shape.qk_nope_head_dim + 2 * shape.v_head_dim + shape.qk_head_dim)
     elements += 2 * t * heads * shape.v_head_dim
-    if moe:
+    if moe:  # SwiGLU reads gate and up and writes one, of the shared experts and of the routed ones
         elements += 3 * t * shape.shared_hidden_dim / work.tp
         if not (again and job.keeps_products):
             elements += 3 * work.received(shape) * shape.moe_hidden_dim

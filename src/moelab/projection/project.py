@@ -225,7 +225,7 @@ def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
     gpu = cluster.node.gpu
     wanted = {name: getattr(gpu, name) for name in ("memory_gib", "bf16_tflops", "hbm_tb_s", "nvlink_gb_s")}
     if experiment.precision is not Precision.BF16:
-        wanted["fp8_tflops"] = gpu.fp8_tflops
+        wanted["fp8_tflops"] = gpu.fp8_tflops  # MXFP8 too is priced by FP8's peak
     # Where nothing leaves NVLink a profile without network will do.
     if experiment.world_size > nvlink_ranks(experiment, node=cluster.node):
         wanted["nic_gb_s"] = cluster.node.nic_gb_s

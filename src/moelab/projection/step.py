@@ -93,7 +93,7 @@ def launches(job: Job, *, moe: bool) -> dict[PassName, float]:
         forward += ROUTER_LAUNCHES + PERMUTATIONS[job.stack.permutation].launches
     if not job.stack.fused:
         forward *= EAGER_LAUNCHES
-    again = LAUNCHED_AGAIN.get(job.checkpointing, 1.0) * forward
+    again = LAUNCHED_AGAIN.get(job.checkpointing, 1.0) * forward  # both kinds of full launch all of it
     return {"forward": forward, "recompute": again, "dgrad": BACKWARD_LAUNCHES * forward}
 
 
@@ -128,6 +128,7 @@ def step_parts_s(job: Job, calibration: Calibration) -> dict[str, float]:
     message_s = _message_s(job, calibration)
     # a card that sends activations to the next stage does not send rows meanwhile
     shared_s = message_s if job.gpus > job.node.gpus and job.rows_sent.network else 0.0
+    # schedules may put weight gradients off, but not what the stage before waits for, recomputation included
     durations = tuple(
         Durations(forward + shared_s, recompute + dgrad + shared_s, wgrad)
         for forward, recompute, dgrad, wgrad in (sums[id(table)] for table in stages)

@@ -239,7 +239,7 @@ def count_rows(ids_STK: ExpertIds, placement: ExpertPlacement, method: Method) -
     """
     require_method(method)
     P, L = placement.ep, placement.local_ranks
-    if ids_STK.ndim != 3 or len(ids_STK) != P:
+    if ids_STK.ndim != 3 or len(ids_STK) != P:  # ids of another group would be counted, and be wrong
         raise BadInput(f"expert ids are of shape {ids_STK.shape}; expected (ep {P}, tokens, top_k)")
     near_SR, far_SR = np.zeros((2, P, P), dtype=np.int64)
     for sender, ids_TK in enumerate(ids_STK):

@@ -89,7 +89,7 @@ def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extra
         return np.log(speeds)
 
     exact = np.ones(len(CATEGORIES))
-    one, other = log_speeds(calibration, (exact, exact))
+    one, other = log_speeds(calibration, (exact, exact))  # the middle is the projections' own, not that of the draws
     logs = []
     for _ in range(GAIN_DRAWS):
         shared = np.exp(random.normal(0, spread))  # a factor: no part can take less than no time
@@ -106,6 +106,7 @@ def outside(job: Job) -> tuple[str, ...]:
     node, work = job.node, job.work
     low, high = SEQUENCES
     sizes = (job.shape.dim, job.shape.moe_hidden_dim)
+    # Megatron's published steps are of more GPUs; a node here is all that NVLink joins
     titan, over_network = job.stack.host == "torch", job.gpus > node.gpus
     checks = (
         (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: validated on {', '.join(GPUS_SEEN)}"),

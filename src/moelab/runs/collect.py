@@ -351,9 +351,10 @@ def save_results(run: RunDir, collected: Collected) -> None:
             "version": READER_VERSION,
             "sources": {**collected.sources, METRICS_FILE: _digest(buffer.getvalue())},
             "grad_norm_not_finite": {step: str(norm) for step, norm in collected.grad_norm_not_finite.items()},
+            # 15 digits: pandas writes 10, and a held-out loss that is read back would be another.
             "validation": json.loads(collected.validation.to_json(orient="split", index=False, double_precision=15)),
         }
-        text = json.dumps(read)
+        text = json.dumps(read)  # kept as the text that was digested: parsed and dumped again it may differ
         results |= {"read": text, "read_digest": _digest(text.encode())}
     write_json(run.path / RESULTS_FILE, results)
 
@@ -388,6 +389,7 @@ def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
         return None
     held_out = read.pop("validation")  # a NaN in it is null
     validation = np.array(held_out["data"], dtype=float).reshape(-1, len(held_out["columns"]))
+    # Without run, arm and seed, which the folder says: it may have been moved. Threads take longer than so few rows.
     rows = ParquetFile(pa.BufferReader(table)).read(columns=[*COLUMNS[3:]], use_threads=False)
     return MetricsRead(
         **{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
@@ -471,7 +473,7 @@ def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
         reads = read_runs(path, list(launch_settings(path)))
     except NotALog:
         # A job that fails before its first step leaves a log all the same.
-        ended = cause(None, tail(path)) if path.is_file() else None
+        ended = cause(None, tail(path)) if path.is_file() else None  # a pipe would be waited for
         if ended is None:
             raise
         return [read_log([])], ended

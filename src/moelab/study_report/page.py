@@ -63,7 +63,7 @@ VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia
 
 def report_figures(judged: Report) -> list[Any]:
     """The figures of a report with their captions."""
-    from moelab.viz import Figure
+    from moelab.viz import Figure  # here and below where it draws: a verdict in a terminal needs no plotly
 
     drawn = [*_loss_figures(judged), *_speed_figures(judged), *_training_figures(judged), *_traced_figures(judged)]
     return [Figure(caption=caption, figure=figure) for caption, figure in drawn]
@@ -105,6 +105,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         with_paths: name the folders of the machine that ran it too.
     """
     shown = str if with_paths else _portable  # a page goes to other people
+    # Of `.` too, which has no name of its own; a link keeps the name that was typed.
     paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
     same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
     side_by_side = judged.study is None
@@ -118,7 +119,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
         **{
             f"Command, {side.label}, seed {run.seed}": shown(run.command)
             for side in judged.sides
-            for run in (side.runs if side_by_side else side.finished)
+            for run in (side.runs if side_by_side else side.finished)  # side by side also of one that failed alone
             if run.command
         },
     }
@@ -169,6 +170,7 @@ def verdicts_figure(judged: Report) -> Any:
         finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
         if not verdict.seeds:
             finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
+    # An arm that diverged with every seed has no common one, and "n = 0 seeds" would read as no run.
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
     words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
@@ -187,6 +189,8 @@ def loss_figure(judged: Report) -> Any:
     if judged.study is not None:
         marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
         dropped = len(judged.dropped_seeds) > 0
+        # With every seed dropped the curves of all are better than an empty figure. `final` knows dropped seeds too, so
+        # it is worked out anew from what is drawn.
         table, final = (judged.kept, None) if dropped and len(judged.kept) else (judged.table, judged.final)
         return loss_curves(table, final_fraction=final_fraction, final=final, note=note, marks=marks)
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
@@ -263,6 +267,7 @@ def _training_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     from moelab.viz.compare import gradient_norms, side_styles
     from moelab.viz.study import expert_load_figure
 
+    # A norm of NaN at every step leaves nothing to draw; the notes and the loss figure's title name the run.
     if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
         yield "Gradient norm and learning rate.", gradient_norms(with_norm, side_styles(judged.sides))
     for side in judged.sides:
@@ -317,6 +322,7 @@ def _study_tables(judged: Report) -> Iterator[Any]:
     yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
     rows = []
     for side in judged.sides:
+        # A row for each distinct record: runs of one arm that converted other modules are seen at once.
         counts = Counter(
             (run.converted["kernels"], ", ".join(run.converted["modules"])) if run.converted else (None, None)
             for run in side.finished
@@ -370,6 +376,7 @@ def _side_tables(judged: Report) -> Iterator[Any]:
     names: tuple[str, ...] = ("run", "n", "median", "95 %", "99 %", "longest")
     rows = []
     for side in sides:
+        # Upper percentiles and the longest: one slow step in a hundred is what a median hides.
         times = np.percentile(side.step_time_s, [50, 95, 99, 100]).tolist() if len(side.step_time_s) else [None] * 4
         rows.append([side.label, len(side.step_time_s) or None, *times])
     yield Table(title="Seconds a step", columns=names, rows=rows, decimals=dict.fromkeys(names, 3))
@@ -408,6 +415,7 @@ def _machines(judged: Report) -> dict[str, str]:
 
 def _portable(command: str) -> str:
     """A launch command without the folders of the machine that ran it."""
+    # Words, not a pattern over the text: a folder's name may hold spaces, which the command quotes.
     return " ".join(_without_folder(word) for word in shlex.split(command))
 
 

@@ -81,6 +81,7 @@ class Report:
         if unknown := [seed for seed in self.dropped_seeds if seed not in seeds]:
             known = ", ".join(str(seed) for seed in sorted(seeds)) or "not known"
             raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of these runs are {known}")
+        # Figures, reasons and corrected verdicts find a side by its label.
         labels = [side.label for side in self.sides]
         assert len(set(labels)) == len(labels), f"two sides have one label: {labels}"
 
@@ -156,6 +157,7 @@ class Report:
             # Arms that never validated are left out: they have nothing to hold against the others.
             if losses or diverged or side.diverged_seeds:
                 seeds[side.arm] = ArmSeeds.of(losses, diverged, lost)
+        # An arm that diverged with every seed is judged on its training loss; it has no held-out one to add.
         arms = [side for side in self.others if side.finished and side.arm in seeds]
         if not any(one.losses for one in seeds.values()) or self.reference.arm not in seeds or not arms:
             return []
@@ -196,6 +198,7 @@ class Report:
                 # NVFP4 only has numerics here: its kernels are emulated on every machine.
                 if Precision.NVFP4 in (side.experiment.precision, first.experiment.precision):
                     words.append(NUMBERS_ONLY)
+            # An arm without a finished run has no speed that anything could be claimed of.
             if words and (side.finished or self.study is None):
                 reasons[side.label] = "; ".join(dict.fromkeys(words))
         return reasons
@@ -210,6 +213,7 @@ class Report:
             return []
         seeds = {side.arm: set(table.loc[table["arm"] == side.arm, "seed"]) for side in self.sides}
         alike = [side.arm for side in self.others if side.label not in self.no_gain]
+        # A gain of arms without a common seed would be refused, and the report with it.
         arms = [arm for arm in alike if seeds[arm] & seeds[baseline]]
         return [gain(table, baseline=baseline, arm=arm, warmup_steps=WARMUP_STEPS) for arm in arms]
 
@@ -283,6 +287,7 @@ class Report:
                 try:
                     explained[side.label] = explain(files)
                 except BadInput as error:
+                    # Readers name a file with its folder, and a report goes to other people.
                     notes.append(f"{name}: {str(error).replace(f'{files[0].parent}/', '')}")
                 else:
                     notes += [f"{name}: {note}" for note in explained[side.label].notes]
@@ -360,7 +365,7 @@ class Report:
     def measured_speeds(self) -> list[Side]:
         """The other sides whose tokens/s may be held against the reference's: real kernels on GPUs in both."""
         if self.reference.on_cpu or self.reference.emulated:
-            return []
+            return []  # its own tokens/s are no measure of a GPU's
         return [side for side in self.others if not (side.on_cpu or side.emulated)]
 
     @cached_property
@@ -391,6 +396,7 @@ class Report:
             return self._unclaimed(side.label)
         if self.study is not None:
             gains = [one for one in self.gains if one.arm == side.arm]
+            # One seed has no interval: its sentence says so, and "no difference is shown" would be a second finding.
             unresolved = any(one.interval.exists and not one.resolved for one in gains)
             words = "; ".join(one.sentence() for one in gains) or f"{side.label} logged no tokens/s for a common seed"
             return f"{words}: no difference is shown" if unresolved else words
@@ -433,6 +439,7 @@ class Report:
         experiment = self.reference.experiment
         model = experiment.model_label if experiment is not None else known.get("model", "an unknown model")
         chip = known.get("gpu") or known.get("processor") or "unknown hardware"
+        # A log from elsewhere names its GPU, and seldom how many there were.
         ranks = experiment.world_size if experiment is not None else None
         counted = f"{ranks} processes of {chip}" if self.on_cpu else f"{ranks} × {chip}"
         parts = [f"{model} on {counted if ranks else chip}"]
@@ -488,6 +495,7 @@ class Report:
             "judged": len(self.finished),
             "runs": runs,
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
+            # Of every arm, also those of which no gain is claimed: a rate is a fact where a ratio would be a claim.
             "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
             "gains": [self._gain_json(side) for side in self.others if side.finished],
             "note": note,
@@ -508,6 +516,7 @@ class Report:
         return sum(run.finished for run in [*self.runs, *others])
 
     def _why_unused(self, side: Side, run: Collected) -> str | None:
+        # Side by side a run that did not finish is used if its side has none that did.
         if not run.finished and (side.finished or self.study is not None):
             return end_of(run)
         return f"its seed is dropped from every {self._kind}, as requested" if run.seed in self.dropped_seeds else None
@@ -540,6 +549,7 @@ def judge_paths(paths: Sequence[Path], *, reference: str = "bf16_standard", **op
     """
     if not paths:
         raise BadInput(f"give at least one path: {VALID}")
+    # A study whose runs all have damaged records is one too: it is refused with the reason of each, not called no log.
     folder = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
     if folder is not None and folder.all_runs:
         return _of_study(paths[0], folder, None, reference, **options)
@@ -639,7 +649,7 @@ def _loss_words(verdict: Verdict) -> str:
     if not verdict.seeds:
         return f"{arm} and {reference} have no finished seed in common"
     words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
-    words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []
+    words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []  # NaN, of no margin, is not
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
     return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference} ({', '.join(words)}){answer}"
 

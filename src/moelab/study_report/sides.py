@@ -79,6 +79,7 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
     """
     # Resolved, so that a study reached through a link is called by its own name.
     folders = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
+    # With one study its name would stand before every label for nothing.
     several = len({study for one in folders if one for study in studies_in(one)}) > 1
     sides: list[Side] = []
     not_judged: list[NotJudged] = []
@@ -178,6 +179,7 @@ def runs_to_judge(
         judged = [run for run in judged if (run.arm, run.seed) in planned]
     by_seed = {(run.arm, run.seed): run for run in judged}
     not_judged = []
+    # From what is there, not from what was chosen: so no run can be missing from both lists.
     for arm, own in groups.items():
         for group, runs in own.items():
             for run in runs:
@@ -187,6 +189,7 @@ def runs_to_judge(
                 if not chosen.get(arm):
                     reason = "its arm is not in the study"
                 elif group not in chosen[arm]:
+                    # An arm may have several groups of a plan: the fewest differences say best what kept this run out.
                     nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
                     reason = "not the settings of this arm's judged runs: " + ", ".join(nearest.values())
                     # A tie went to the newer runs, which a person may not have meant.
@@ -249,6 +252,7 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         raise BadInput(f"{path} does not exist; give {VALID}")
     try:
         collected = collect(path)
+        # A job that failed before its first step is a run for `collect`, and nothing to compare here.
         if not any(len(run.rows) for run in collected):
             raise BadInput("; ".join(run.status.reason or "" for run in collected) or "no step was logged")
     except BadInput as error:
@@ -299,6 +303,7 @@ def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str
         return len(_ended_seeds(runs)), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
 
     def best(arm: str, of: Experiment | None) -> Experiment:
+        # An arm of which no group agrees is judged all the same: the verdict says in which settings it differs.
         agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
         return max(agreeing or groups[arm], key=lambda group: size(arm, group))
 

@@ -32,6 +32,7 @@ ROW_PX = 46
 
 def side_styles(sides: Sequence[Side]) -> dict[str, ArmStyle]:
     """A look for each side by its label; after the eleventh they begin again."""
+    # An arm of the study keeps its look in every figure, so it is served before sides of no arm.
     free = dict(_LOOKS)
     own = {side.label: free.pop(side.arm) for side in sides if side.arm in free}
     others = [side.label for side in sides if side.label not in own]
@@ -84,6 +85,7 @@ def gradient_norms(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *, not
         axes = {"xaxis": f"x{column}", "yaxis": f"y{column}", "showlegend": column == 1, "hovertemplate": "%{y:.4g}"}
         for label, mean in means.items():
             draw_mean(figure, mean[name].dropna(), styles[label], **axes)
+        # A learning rate that only warms up would else look as if it began at zero.
         figure.update_yaxes(rangemode="tozero", col=column)
     figure.update_yaxes(**_log_axis(np.concatenate([mean["grad_norm"] for mean in means.values()])), col=1)
     return figure.update_xaxes(title_text="step").update_layout(hovermode="x unified")
@@ -103,6 +105,7 @@ def compared_throughput(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *
         low, first, middle, third, high = side.tps_percentiles
         figure.add_box(
             y=[wrap(side.label, LABEL_CHARACTERS)],
+            # Given as five numbers: plotly's own quartiles would need all steps in the figure, thousands a side.
             **{"lowerfence": [low], "q1": [first], "median": [middle], "q3": [third], "upperfence": [high]},
             orientation="h",
             fillcolor=style.fill(0.35),
@@ -124,10 +127,12 @@ def compared_step_time(sides: Sequence[Side], styles: Mapping[str, ArmStyle], *,
     )
     for side in sides:
         style, (percent, seconds) = styles[side.label], side.step_time_shares
+        # Steps, not slopes: between two times of steps no further step ended.
         line = {**style.line(), "shape": "hv"}
         reading = "%{y:.0f} % of steps within %{x:.3g} s"
         figure.add_scatter(x=seconds, y=percent, mode="lines", line=line, name=style.label, hovertemplate=reading)
     everything = np.concatenate([side.step_time_s for side in sides])
+    # On a linear axis one checkpoint of a minute would squeeze all steps into a line.
     if everything.max() > 10 * everything.min():
         figure.update_xaxes(**_log_axis(everything))
     figure.update_xaxes(title_text="seconds a step")

@@ -44,6 +44,7 @@ def panels(
         return figure
     figure.update_annotations(font={"size": 13, "color": MUTED})
     lines = 1 + max(title.count("<br>") for title in titles)
+    # plotly gives titles of panels no room of their own: they would lie on the figure's title.
     room = 24 + max(0, lines - 2) * 17
     return figure.update_layout(margin_t=figure.layout.margin.t + room, height=figure.layout.height + room)
 
@@ -55,6 +56,7 @@ def in_panel(column: int, name: str) -> dict[str, object]:
 
 def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> dict[str, object]:
     """Options of bars that have these texts in them, upright."""
+    # plotly turns a text that is wider than its bar, and then nobody can read it.
     place = {"textposition": "inside", "insidetextanchor": anchor, "textangle": 0}
     return {"text": list(texts), "textfont": font, **place}
 
@@ -89,6 +91,7 @@ def draw_bars(
     figure: go.Figure, rows: Sequence[object], values: Sequence[float], name: str, hover: str, **options: object
 ) -> None:
     """Horizontal bars of one name, one in each row; ``hover`` is a bar's value in plotly's words."""
+    # An empty <extra> takes away plotly's second box, which repeats the name.
     hover = f"{name}: {hover}<extra></extra>"
     figure.add_bar(x=values, y=rows, name=name, orientation="h", hovertemplate=hover, **options)
 
@@ -167,6 +170,7 @@ def draw_seeds(figure: go.Figure, curves: pd.DataFrame, style: ArmStyle, *, opac
 def draw_mean(figure: go.Figure, mean: pd.Series[float], style: ArmStyle, **options: object) -> None:
     """Draw one bold line in the arm's colour and dash; ``options`` go to the trace."""
     trace: dict[str, object] = {"mode": "lines", "name": style.label, "legendgroup": style.label}
+    # Four decimals: losses of arms differ in the third.
     trace |= {"line": style.line(), "hovertemplate": "%{y:.4f}"}
     mean = thinned(mean)
     figure.add_trace(go.Scatter(x=mean.index.to_numpy(), y=mean.to_numpy(), **(trace | options)))

@@ -56,6 +56,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
         height=150 + 48 * len(explained),
         width=WIDE,
     )
+    # Barriers of tracing are a bar of their own: the headline leaves them out, the whole bar has them.
     shown = []
     for one in explained.values():
         parts_ms = {part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}
@@ -63,6 +64,7 @@ def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
             parts_ms |= {STRAGGLERS: parts_ms[STRAGGLERS] - one.tracing_ms, TRACING: one.tracing_ms}
         shown.append({**parts_ms, "idle": one.idle_ms})
     parts = dict.fromkeys(part for one in shown for part in one)
+    # Parts stand in one order in every figure, so that steps can be compared by colour and place.
     order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
     for part in order:
         _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _LOOKS.get(part, _OTHER))
@@ -85,6 +87,7 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
     rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
     total_ms, hidden = hidden_communication(explained.values())
     names = _labels(name for name, _ in rows)
+    # Two lists make plotly's axis of two levels: the step, and below it the group.
     y = [names, [plot_text(one.group) for _, one in rows]]
     figure = new_figure(
         f"Compute hides {100 * hidden:.0f} % of {total_ms:.0f} ms of communication" if total_ms else "No communication",
@@ -118,6 +121,7 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     for number, (name, step) in enumerate(explained.items()):
         idle_ms = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
         x = [idle_ms.get(key, 0.0) for key in longest]
+        # Rounding may leave a sum of gaps a little above the idle time.
         rest_ms = max(0.0, step.idle_ms - sum(x))
         _add_bars(figure, plot_text(name), [*labels, "all else"], [*x, rest_ms], _STEPS[number % len(_STEPS)])
     return legend_below(list_rows(figure, "ms", barmode="group", bargap=0.25), 60 + 22 * len(explained))
@@ -155,6 +159,7 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
             hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
         )
     for name, limit in levels.items():
+        # A peak far above all bars would flatten them; the subtitle names it all the same.
         if limit < 2.2 * max(reached):
             draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
     figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
@@ -204,6 +209,7 @@ def timeline(
         )
         for place, part in enumerate(labels["part"])
     }
+    # Hosts launch long before the GPU runs: both lanes share the clock of the trace.
     drawn["host launches"] = ("host", "#b9c2cc", host[host["waits"] == 0])
     drawn["host waits"] = ("host", "#4a5663", host[host["waits"] == 1])
     what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
@@ -222,11 +228,13 @@ def timeline(
         if not len(of_part):
             continue
         took = of_part["end"] - of_part["start"]
+        # In the order of the events again, so that plotly draws later bars over earlier ones.
         longest = np.sort(np.argsort(-took, kind="stable")[:MOST_BARS])
         figure.add_bar(
             base=of_part["start"][longest].round(4),
             x=took[longest].round(4),
             y=[lane] * len(longest),
+            # Names of templates have hundreds of characters, and each event carries its own.
             text=[plot_text(labels["name"][row][:60]) for row in of_part["name"][longest]],
             textposition="none",
             orientation="h",

@@ -66,6 +66,7 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
             customdata=line[["bf16_us", "low_us"]].round(1),
             hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
         )
+    # Groups of one expert or uneven sizes lie on no line of their own.
     odd = table.drop(regular.index)
     if len(odd):
         figure.add_scatter(
@@ -126,12 +127,14 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
     labels = [LABELS[precision] for precision in precisions]
     for kind, (name, color) in PART_LOOKS.items():
         times_ms = [1e3 * each.get(kind, 0.0) for each in seconds]
+        # BF16 casts nothing: a part that no precision has would be an empty entry of the legend.
         if any(times_ms):
             times_ms = [round(time, 4) for time in times_ms]  # as the figure is sent at every choice
             draw_bars(figure, labels, times_ms, name, "%{x:.3f} ms", marker_color=color)
     totals = [1e3 * grouped_time_s(*case.mnkg, precision, rates) for precision in precisions]
     for label, total in zip(labels, totals, strict=True):
         write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
+    # Room for the seconds beside the longest bar.
     figure.update_xaxes(range=[0, 1.18 * max(totals)])
     return legend_below(list_rows(figure, "time (ms)", barmode="stack", bargap=0.35), 130)
 
@@ -195,11 +198,13 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         ("gain 1", "value", 3, "solid"),
         ("high", "high", 1.5, "dash"),
     ):
+        # A line that leaves the map would make plotly stretch the axes.
         x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
         line, quiet = {"color": ON_LIGHT, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
         figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
     for work, name, count, gained, symbol in zip(works, short, counts, own, itertools.cycle(_MARKS), strict=False):
         case, m = work.case, min(max(work.case.m, least), most)
+        # A label to the right of a mark at the right edge would be cut off.
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
             x=[m],

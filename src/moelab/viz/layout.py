@@ -68,6 +68,7 @@ def mesh_map(layout: Layout, *, gpus_per_node: int, rank: int = 0, nvlink_ranks:
             OTHER if each not in peers else NEAR if each // size == home else FAR for each in everyone
         ]
     if layout.pp > 1:
+        # Pipeline ranks are blocks of consecutive global ranks: pp is the mesh's outermost axis.
         block = layout.world_size // layout.pp
         greens = sample_colorscale([LIGHT_GREEN, DARK_GREEN], [place / (layout.pp - 1) for place in range(layout.pp)])
         title = f"<b>pipeline ranks</b> 0 (light) to {layout.pp - 1} (dark)<br>{block} GPUs each"
@@ -217,6 +218,7 @@ def pipeline_schedule(layout: Layout, schedule: str) -> go.Figure:
         return nothing_to_draw(finding, subtitle="pp is 1, so no rank waits.", height=120)
     unit = [Durations(1, 1, 1)] * len(layout.stages)
     played = timeline(schedule, unit, pp=layout.pp, microbatches=layout.microbatches)
+    # Units are whole, as every stage takes one.
     end, count = int(max(row[-1].end for row in played)), sum(map(len, played))
     shown = end if count <= MOST_BLOCKS else end * MOST_BLOCKS // count
     turns = layout.stages_per_rank
@@ -315,6 +317,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
     stages = memory.by_stage
     for part in PARTS:
         values = [stage.parts[part] for stage in stages]
+        # Else a dozen parts of some MB fill the legend.
         if max(values) < SMALLEST_GIB:
             continue
         color, shape = _LOOKS[part]
@@ -342,6 +345,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
     names = [str(rank) if rank % every == 0 else "" for rank in range(layout.pp)]
     if layout.pp <= 8:
         held = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
+        # Embedding, norm and head are modules of a stage too, but no layers.
         counts = [sum(name.startswith("layers.") for name in names) for names in held]
         names = [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
     # Beside controls two columns fit only with narrow entries; one column would leave the bars no height.
@@ -440,6 +444,7 @@ class LayoutExplorer(Explorer):
             for value in sorted(values) if isinstance(current, int) else values:
                 legal = next(faults(facts.vary(**{field: value})), None) is None
                 options.append((str(value) if legal else f"{value} (illegal)", value))
+            # Setting equal options too would reset the menu that the reader has open.
             if control.options != tuple(options):
                 control.options = options  # which makes the first of them the value
             control.value = current

@@ -130,6 +130,7 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
     count = known["run"].nunique()
     finding = "Nothing logged yet"
     if count:
+        # By the log's clock: the run that logged last need not be the last in the table.
         newest = known.groupby("run", sort=True).tail(1).sort_values("time", na_position="first").iloc[-1]
         finding = f"{arm_label(str(newest['arm']))} is at {value.format(newest[column])}, step {newest['step']:,}"
     is_published = column == "tps" and model == THROUGHPUT_SETUP.model
@@ -179,6 +180,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
         worst = max(slow, key=lambda step: slow[step], default=0)
         stands_out = f"step {worst:,} took {100 * slow[worst]:.0f} % longer" if slow else ""
         finding = f"A step takes {median:.3g} s; {stands_out or f'none of the newest {len(table.steps)} stands out'}"
+        # One step with a checkpoint would whiten all others.
         most = min(float(known.max()), 2 * median)
     clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
     subtitle = (
@@ -187,6 +189,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
     )
     figure = new_figure(finding, subtitle=subtitle, note=note, height=380, width=WIDE)
     scale = {"title": {"text": "s per step", "side": "right"}, "thickness": 14}
+    # Steps as texts: a number axis would leave gaps where a launch repeated steps.
     cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
     hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
     colors: dict[str, Any] = {"colorscale": _SECONDS, "colorbar": scale}
@@ -200,6 +203,7 @@ def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     """Reserved memory of every rank at its newest step."""
+    # Ranks whose output is not in the log have no line and no place on the axis.
     known = np.flatnonzero(np.isfinite(table.memory_gib))
     gib, finding = table.memory_gib[known], "No rank has printed a step yet"
     if len(gib):
@@ -338,6 +342,7 @@ class LiveView:
         )
 
     def _renew_menu(self) -> None:
+        # A new list only where runs came: setting options closes an open menu.
         names = tuple(one.now.name for one in self.follower.runs)
         if names != tuple(self.shown.options):
             kept = self.shown.value
@@ -387,6 +392,7 @@ class LiveView:
 
     def _ask_scheduler(self) -> bool:
         """Ask if it is time to; tell whether it was."""
+        # Schedulers of shared clusters answer slowly and dislike being asked often.
         if time.monotonic() - self._asked_at < ASK_INTERVAL_S:
             return False
         self._asked_at = time.monotonic()
@@ -409,6 +415,7 @@ def simulated_run(seconds: float = 20.0) -> RunDir:
     folder = tempfile.mkdtemp(prefix="moelab-simulated-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run = directory.create(Path(folder), Experiment(**SIMULATED))
+    # Whole in memory: it is a few MB, and is cut at any byte, in the middle of lines too, as a real log is read.
     log = gzip.decompress(SIMULATED_LOG.read_bytes())
     begun, parts = len(log) * 3 // 4, max(1, int(seconds / 0.5))
     run.log.write_bytes(log[:begun])

@@ -177,6 +177,7 @@ def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, 
     """A trace for each method of rows, each with its name and its number; ``options`` go to plotly."""
     for method, (color, symbol) in _METHODS.items():
         mine = [row for row in rows if row[0].method == method]
+        # A method without rows would still stand in the legend.
         if mine:
             figure.add_scatter(
                 x=[number for _, _, number in mine],
@@ -241,6 +242,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
         blocks = "one scale per row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
         shared = f"{choice.element.upper()}, {choice.scaling.upper()}, {blocks}"
+    # Cast here too, as the figure needs the scales and `measure` keeps none.
     cast = number_format.cast(x)
     errors = measure(x, number_format)
     outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
@@ -259,6 +261,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
     exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()  # each number has its block's scale
     # Magnitudes over their scale, in powers of two, against the range of the element.
     element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
+    # Zeros have no power of two; they are in the share of the subtitle.
     powers = np.floor(np.log2(scaled[scaled > 0]))
     lowest = element.emin - element.mantissa_bits
     floor = max(powers.min(), lowest - 8)

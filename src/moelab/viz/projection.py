@@ -63,6 +63,7 @@ def step_breakdown(
         words: of what step, for the subtitle.
         width: of the figure, px.
     """
+    # A part that the layout does not have, such as a bubble without a pipeline, is no row.
     parts = sorted(((name, value) for name, value in parts_s.items() if value), key=lambda part: -part[1])
     total_s = step_s(parts_s)
     largest, seconds = parts[0]
@@ -167,6 +168,7 @@ def arms_beside_projection(
         f"{'range' if fitted else f'{LEVEL} interval'}.",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
     )
+    # In the order of `projected`, which is that of the squares below.
     spans = [(one.low, one.value, one.high) for one in projected.values()]
     for name, tps, aside, options in (
         (known_words, known, -0.12, {"marker": {"size": 12, "color": "white", "line": {"color": INK, "width": 2}}}),
@@ -191,6 +193,7 @@ def arms_beside_projection(
             **options,
         )
     draw_arm_axis(figure, arms)
+    # Ends of the intervals count too: plotly does not stretch a given range for error bars.
     highest = max([*known.values(), *(one.high for one in projected.values())])
     figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.1 * highest], tickformat=",")
     return figure.update_layout(legend_y=-0.24)
@@ -386,6 +389,7 @@ def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Es
     for number, (arm, style) in enumerate(styles.items()):
         spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
         look = style.marker(10, hollow=[bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks])
+        # Arms stand beside each other at each network: their intervals would hide one another.
         places = [place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))]
         named = {"name": style.label, "marker": look, "hovertemplate": "%{y:+.1f} %"}
         figure.add_trace(interval_marks(places, spans, along="y", color=style.color, **named))
@@ -500,6 +504,7 @@ class ProjectionExplorer(Explorer):
             Refused: if the layout is illegal or does not fit.
         """
         chosen = self.chosen
+        # Fewer GPUs than a node has are a part of one node.
         node = min(chosen["gpus"], GPUS_OF_NODE[chosen["gpu"]])
         fields = {name: chosen[name] for name in _MENUS if name in Experiment.model_fields}
         fields |= {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}

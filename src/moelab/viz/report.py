@@ -117,6 +117,7 @@ def write_report(
     )
     environment.filters |= {"cell": cell_text, "signed": _signed, "p_value": _p_value}
     environment.globals["contrast"] = contrast
+    # None counts: a missing number is aligned as the numbers around it.
     environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
     drawings = [_drawing(figure.figure, clean) for figure in figures]
     page = environment.get_template("report.html.j2").render(
@@ -174,6 +175,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
+        # `1.0` and `1` are the same to plotly.js, and whole arrays of steps are such.
         return int(value) if value.is_integer() else float(f"{value:.{SIGNIFICANT_DIGITS}g}")
     return value
 

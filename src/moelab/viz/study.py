@@ -96,6 +96,7 @@ def loss_curves(
     averaged = {name: averaged_seeds(arm) for name, arm in curves.items()}
     last = max(int(arm.index.max()) for arm in curves.values())
     first_of_inset = first_final_step(last, final_fraction)
+    # A line of one point is none.
     has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
     reading = _loss_reading(curves, averaged, max(windows.values()))
     if has_inset:
@@ -108,11 +109,13 @@ def loss_curves(
         height=520,
         width=WIDE,
     )
+    # Order of the legend: that of the given styles, which need not be the table's.
     styles = styles or arm_styles(curves)
     views: list[tuple[int, dict[str, Any]]] = [(0, {})]
     views += [(first_of_inset, {"xaxis": "x2", "yaxis": "y2"})] if has_inset else []
     for first, axes in views:
         for name, style in styles.items():  # seeds are fainter behind a smoothed mean
+            # A lone seed that is not smoothed is the bold line itself.
             if curves[name].shape[1] > 1 or windows[name] > 1:
                 opacity = 0.35 if windows[name] == 1 else 0.2
                 draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
@@ -131,6 +134,7 @@ def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
     last, before = int(curves.index.max()), max(0, int(curves.index.min()) - 1)
     # Its tick labels stand to the left of that edge, so the curves are looked at from a little before it.
     clear = np.nanmax(curves.loc[before + int((INSET_LEFT - 0.08) * (last - before)) :].to_numpy(dtype=float))
+    # Of all arms: the inset must stay clear of the highest of them.
     low, high = np.nanmin(curves.to_numpy(dtype=float)), np.nanmax(curves.to_numpy(dtype=float))
     height = (high - low) or 1.0  # of losses that are all the same
     floor = low - 0.04 * height
@@ -204,6 +208,7 @@ def loss_difference(
     band = mean_and_interval(smoothed, level=verdict.interval.level)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     if verdict.margin_nats > 0:
+        # Green is the colour of an equivalent verdict, and the band is where one lies.
         line = {"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"}
         edges = {"y0": -verdict.margin_nats, "y1": verdict.margin_nats}
         figure.add_hrect(**edges, fillcolor="rgba(0,158,115,0.10)", line=line, layer="below")
@@ -214,6 +219,7 @@ def loss_difference(
     draw_seeds(figure, smoothed, style, opacity=0.45, name="one seed", showlegend=True, legendgroup=None)
     line = {"color": style.color, "width": 2.5}  # a dash tells arms apart, and here is one
     draw_mean(figure, band["mean"], style, name="mean over seeds", hovertemplate="%{y:+.4f}", line=line)
+    # The t interval is symmetric, so plotly needs one length.
     reach = (verdict.interval.high - verdict.interval.low) / 2.0
     figure.add_scatter(
         x=[last],
@@ -259,6 +265,7 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
             "marker": {"color": color, "size": 11},
             "hovertemplate": f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>",
         }
+        # One trace for each verdict, as each has the colour of its answer.
         mark = interval_marks([place], ends, along="x", color=color, **look)
         figure.add_trace(mark.update(error_x_visible=one.interval.exists))
         figure.add_annotation(
@@ -373,6 +380,7 @@ def throughput_bars(
                 bgcolor=VEIL,
             )
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
+    # plotly makes bars as wide as the axis allows.
     margin = 0.7 if len(arms) > 1 else 1.0  # a lone bar would fill the figure
     return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=margin)
 

@@ -69,6 +69,7 @@ class ArmStyle:
 
     def fill(self, opacity: float) -> str:
         """The arm's colour as ``rgba(…)`` with the given opacity."""
+        # plotly takes no opacity in a hex colour.
         red, green, blue = (int(self.color[i : i + 2], 16) for i in (1, 3, 5))
         return f"rgba({red},{green},{blue},{opacity})"
 
@@ -170,6 +171,7 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
         title += f"<br><span style='color:{WARNING}'>{wrap(note, letters)}</span>"
     title += f"<br><span style='font-size:13px;color:{MUTED}'>{wrap(subtitle, int(title_px / SUBTITLE_PX))}</span>"
     # All lines are as high as the title's font makes them; 70 px is the margin that the caller's height counts with.
+    # plotly reserves no room for a title: one of three lines would lie on the plot.
     top = 33 + LINE_PX * (1 + title.count("<br>"))
     layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
     return go.Figure(layout=layout)

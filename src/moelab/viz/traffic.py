@@ -98,6 +98,7 @@ def hops(experts: Sequence[int], placement: ExpertPlacement, method: Method, *, 
     require_method(method)
     L = placement.local_ranks
     held = sorted(Counter(expert // placement.experts_per_rank for expert in experts).items())
+    # DeepEP sends a token once to a rank, and the rank copies it for its experts.
     ways = [(sender, rank, count if method == "standard" else 1) for rank, count in held]  # a copy for each expert
     if method == "deepep_hybrid":
         # Over the network to the GPU of the sender's own place in the node, and from there over NVLink.
@@ -118,6 +119,7 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
     near = {method: sum(hop.copies for hop in each if not hop.far) for method, each in ways.items()}
     held = {expert // placement.experts_per_rank for expert in experts}
     nodes = {rank // placement.local_ranks for rank in held}
+    # Node 0 is drawn in any case: it is the sender's.
     hidden = placement.nodes - len({0, *nodes})
     unseen = f" {counted(hidden, 'node')} without its experts not drawn." if hidden else ""
     # Inside one node there is no network to save: there DeepEP saves a GPU's second and further copies over NVLink.
@@ -270,6 +272,7 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], hop: Hop, acros
         bend[1] = 0.75 + 0.12 * right
     elif right < 0.1:  # between nodes, from a place to the same place: round what lies between
         bend[0] = (-1.0 if start[0] < across / 2 else 1.0) * min(0.6 + 0.25 * down, 2.1)
+    # Not from 0 to 1: an arrow begins at the edge of a square and its head stays outside the other.
     t = np.linspace(0.04, 0.9, 12)[:, None]
     middle = ends.mean(axis=0) + bend
     points: np.ndarray[Any, Any] = (1 - t) ** 2 * ends[0] + 2 * t * (1 - t) * middle + t**2 * ends[1]
@@ -344,6 +347,7 @@ def traffic_matrix(
     for column, count in enumerate(counts.values(), start=1):
         at = {"row": 1, "col": column}
         megabytes = (count.nvlink_SR + count.network_SR) * row / 1e6
+        # The diagonal stays on the GPU; drawn, it would be the darkest of the map and say nothing of wires.
         cells = np.round(np.where(np.eye(placement.ep, dtype=bool), np.nan, megabytes), 3)
         hover = "rank %{y} → rank %{x}: %{z:.1f} MB<extra></extra>"
         figure.add_heatmap(z=cells, coloraxis="coloraxis", hovertemplate=hover, **at)
@@ -378,6 +382,7 @@ def bytes_by_ep(
         precision: of dispatch and of combine's gradient; the rest is BF16.
     """
     node = placement.ranks_per_node
+    # Degrees that no real group has would bend the lines.
     powers = [2**exponent for exponent in range(1, 10)]  # of these, what shares the experts out and fills whole nodes
     fit = {
         ep for ep in powers if not placement.experts % ep and ep <= 2 * placement.ep and (ep <= node or not ep % node)
@@ -569,6 +574,7 @@ class TrafficExplorer(Explorer):
             f"{standard_ms:.1f} ms with the standard all-to-all{shown._repr_html_()}"
         )
         flow = token_flow(routing, placement, token=chosen["token"], width=NARROW)
+        # Kept for the picture, which is wider than the figure beside the controls.
         self._way = (routing, placement, chosen["token"])
         return words, {"flow": flow.update_layout(height=max(430, min(flow.layout.height, 470)))}
 

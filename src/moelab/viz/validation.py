@@ -73,6 +73,7 @@ def _look(row: ValidationRow) -> str:
 
 def _strips(finding: str, rows: Sequence[ValidationRow], what: str) -> go.Figure:
     strips = list(dict.fromkeys((row.source, row.of == "memory") for row in rows))
+    # Errors of memory and of time are of unlike size, so a source may have a strip of each.
     of_strip = [[row for row in rows if (row.source, row.of == "memory") == strip] for strip in strips]
     figure = new_figure(
         finding,

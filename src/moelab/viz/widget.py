@@ -38,6 +38,7 @@ def make_panel(
     import ipywidgets as widgets
     from anywidget import AnyWidget
 
+    # A widget without a view of its own: its script watches the panel that it lies in.
     keys = AnyWidget(_esm=javascript("panel.js"))
     if on_shown:
         keys.on_msg(lambda _widget, message, _buffers: on_shown(message))
@@ -72,6 +73,7 @@ def size_control(control: ipywidgets.Widget, label_px: int, width_px: int) -> No
 
 def menu(label: str, values: Iterable[Any], start: Any, *, words: Callable[[Any], str] = str) -> Any:
     """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
+    # A start that the menu lacks, such as an own model's, must not raise.
     options = list(dict.fromkeys([*values, start]))
     named = [(words(value), value) for value in (options if isinstance(start, str) else sorted(options))]
     return labelled_control("Dropdown", label, options=named, value=start)
@@ -95,6 +97,7 @@ def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
     import traitlets
     from anywidget import AnyWidget
 
+    # Within the function, as importing anywidget takes a while and most users of this module draw statically.
     class LiveFigures(AnyWidget):
         _esm = javascript("painted.js") + javascript("live.js")
         plotly = traitlets.Unicode().tag(sync=True)
@@ -208,8 +211,8 @@ class Explorer:
         """Show what is chosen; ``change`` is what the control that was moved says of it."""
         moved = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
         try:
-            said, self.figures = self.look()
-            words = f"<div role='status' style='line-height:1.35'>{said}</div>" if said else ""
+            answer, self.figures = self.look()
+            words = f"<div role='status' style='line-height:1.35'>{answer}</div>" if answer else ""
             self.refused = (None, "")
         except (BadInput, Refused) as error:
             if str(error) != self.refused[1]:  # else the control that was moved has nothing to do with it
