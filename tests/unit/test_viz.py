@@ -26,7 +26,7 @@ from moelab.runs.table import metrics_table
 from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
 from moelab.viz.draw import panels
 from moelab.viz.study import verdict_examples, verdict_intervals
-from moelab.viz.theme import STUDY_ARMS, new_figure
+from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure
 
 PAIR = ("bf16_standard", "mxfp8_standard")
 HOSTILE = "</script><script>alert(1)</script><b>x"
@@ -75,7 +75,9 @@ def test_importing_the_figures_leaves_plotly_alone_and_loads_neither_torch_nor_i
     code = f"import sys, plotly.io, {', '.join(modules)}; assert plotly.io.templates.default == 'plotly'\n"
     code += "assert not {'torch', 'ipywidgets', 'anywidget'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert panels("A", ["a", "b"], subtitle="").layout.template == new_figure("A", subtitle="").layout.template
+    figure = new_figure("A", subtitle="B")
+    assert title(figure) == f"<b>A</b> <span style='font-size:13px;color:{MUTED}'>B</span>"
+    assert panels("A", ["a", "b"], subtitle="").layout.template == figure.layout.template
 
 
 DRAWN = """
