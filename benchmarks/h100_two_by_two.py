@@ -283,6 +283,7 @@ def rows_of(key: Key, measured: dict[str, Any]) -> list[dict[str, Any]]:
              "tps_median": round(statistics.median(rates), 1), "tps_iqr": round(quarters[2] - quarters[0], 1),
              "step_s": seconds, "peak_reserved_gib": measured.get("peak_reserved_gib"),
              "peak_active_gib": measured.get("peak_active_gib"), "ready_s": measured["ready_s"],
+             "expandable_segments": True,  # older rows have none: their allocator fragmented, and was short earlier
              "allocator_retries": measured.get("allocator_retries")}
         )  # fmt: skip
     return rows
@@ -324,8 +325,9 @@ class Pass:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__, *sys.argv[1:]]
         command += ["--child", *map(str, key), "--child-folder", str(self.folder)]
+        variables = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as TorchTitan's own launcher
         with (self.folder / "log.txt").open("wb") as sink:
-            self.process = subprocess.Popen(command, stdout=sink, stderr=sink)
+            self.process = subprocess.Popen(command, stdout=sink, stderr=sink, env=variables)
 
     def say(self, word: str) -> None:
         """Let the processes go on."""

@@ -10,9 +10,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
-from operator_counts import communication, counted_operators
+from dispatcher_ranks import communication, counted_operators
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -21,7 +22,6 @@ from moelab.deepep.benchmark_cases import ROUTINGS, SMALL, ArmGroup, ExchangeArm
 from moelab.deepep.stand_in import StandInBuffer
 
 SIZE = replace(SMALL, tokens=96)
-LIBRARIES = {"deepep": "stand-in"}
 
 
 class Broken(StandInBuffer):
@@ -52,58 +52,57 @@ class Counted(StandInBuffer):
         return super().dispatch(*args, **options)
 
 
-def use(stand_in: type[StandInBuffer]) -> None:
-    """Open buffers of this class from now on."""
-    vars(sys.modules["moelab.deepep.buffer"])["StandInBuffer"] = stand_in
-
-
 def measure(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     """Put the experiment through its paces, with files in a folder; returns what this rank saw."""
     group, control = mesh.get_group(), dist.new_group(backend="gloo")
     world = World(device=torch.device("cpu"), group=group, control=control, rank=mesh.get_rank(), ranks=mesh.size())
-    use(Counted)
-    seen: dict[str, Any] = {"arms": {}}
-    for routing in ROUTINGS:
-        tokens = make_tokens(SIZE, routing, world)
-        for arm in plan([SIZE], [routing], ["standard", "deepep"], [])[0].arms:
-            layer = Layer(arm, SIZE, tokens, world, kernels="emulated", compiled=False)
-            with counted_operators(communication) as counted:
-                error = round_trip(layer, SIZE, world)
-            seen["arms"][f"{routing} {arm.name}"] = {
-                "error": error,
-                "received": layer.received(),
-                "operators": counted,
-            }
+    settings: Any = {
+        "libraries": {"deepep": "stand-in"},
+        "kernels": "emulated",
+        "repeats": 3,
+        "began": time.monotonic(),
+    }
     groups = plan([SIZE], ["random_balanced", "round_robin"], ["standard", "deepep"], [8])
-    settings: Any = {"libraries": LIBRARIES, "kernels": "emulated", "repeats": 3, "began": time.monotonic()}
-    run(groups, world, folder / "good.json", **settings, budget_s=600)
-    before = Counted.opened
-    run(groups, world, folder / "good.json", **settings, budget_s=600)  # nothing is missing
-    seen["buffers_of_a_second_call"] = Counted.opened - before
-    Counted.sms.clear()
-    sweep = ArmGroup(
-        size=SIZE, routing="skewed", arms=tuple(ExchangeArm(backend="deepep", sms=count) for count in (8, 24))
-    )
-    run([sweep], world, folder / "sweep.json", **settings, budget_s=600)
-    seen["sms"] = Counted.sms
-    run(groups, world, folder / "late.json", **settings, budget_s=0)
-    other = folder / "other.json"
-    other.write_text("not a result")
+
+    def measured(name: str, of: list[ArmGroup] = groups, budget_s: float = 600, **options: Any) -> None:
+        run(of, world, folder / f"{name}.json", **settings, budget_s=budget_s, **options)
+
+    def arms(*sms: int) -> list[ArmGroup]:
+        deepep = [ExchangeArm(backend="deepep", sms=count) for count in sms]
+        return [ArmGroup(size=SIZE, routing="skewed", arms=(ExchangeArm(backend="standard"), *deepep))]
+
+    seen: dict[str, Any] = {"arms": {}, "compiled": []}
+    buffer = sys.modules["moelab.deepep.buffer"]
+    with mock.patch.object(buffer, "StandInBuffer", Counted):
+        for routing in ROUTINGS:
+            tokens = make_tokens(SIZE, routing, world)
+            for arm in plan([SIZE], [routing], ["standard", "deepep"], [])[0].arms:
+                layer = Layer(arm, SIZE, tokens, world, kernels="emulated", compiled=False)
+                with counted_operators(communication) as counted:
+                    error = round_trip(layer, SIZE, world)
+                about = {"error": error, "received": layer.received(), "operators": counted}
+                seen["arms"][f"{routing} {arm.name}"] = about
+        measured("good")
+        before = Counted.opened
+        measured("good")  # nothing is missing
+        seen["buffers_of_a_second_call"] = Counted.opened - before
+        Counted.sms.clear()
+        measured("sweep", arms(8, 24))
+        seen["sms"] = Counted.sms
+    measured("late", budget_s=0)
+    (folder / "other.json").write_text("not a result")
     try:
-        run(groups, world, other, **settings, budget_s=0)
+        measured("other")
     except ArmFailed as failure:
         seen["refused"] = str(failure)
-    use(Broken)
-    arms = (ExchangeArm(backend="standard"), *(ExchangeArm(backend="deepep", sms=count) for count in (8, 16, 20, 24)))
-    swept = ArmGroup(size=SIZE, routing="skewed", arms=arms)
-    run([swept], world, folder / "broken.json", **settings, budget_s=600)
-    use(StandInBuffer)
-    compiler, seen["compiled"] = torch.compile, []
+    with mock.patch.object(buffer, "StandInBuffer", Broken):
+        measured("broken", arms(8, 16, 20, 24))
+    compiler = torch.compile
 
     def compiled(function: Any, *, fullgraph: bool) -> Any:
         seen["compiled"].append(function.__name__)
         return compiler(function, fullgraph=fullgraph, backend="aot_eager")  # inductor takes minutes on a CPU
 
-    torch.compile = compiled
-    run(groups[:1], world, folder / "compiled.json", **settings, compiled=True, budget_s=600)
+    with mock.patch.object(torch, "compile", compiled):
+        measured("compiled", groups[:1], compiled=True)
     return seen

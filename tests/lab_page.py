@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,12 +246,16 @@ class LabPage:
         not_marked = "" if marked else ":not([data-mark])"
         return self.panel.locator(f".js-plotly-plot .main-svg:first-child{not_marked}")
 
+    def wait_for(self, happened: Callable[[], object]) -> None:
+        """Until something is so that no selector of the page says."""
+        deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
+        while not happened():
+            assert time.monotonic() < deadline_s, "nothing happened"
+            self.page.wait_for_timeout(100)
+
     def wait_for_other_figures(self, than: list[str]) -> None:
         """Until the panel has figures, and they show something else."""
-        deadline_s = time.monotonic() + LONGEST_RUN_MS / 1000
-        while (now := self.figures()) == than or not now:
-            assert time.monotonic() < deadline_s, "no figure changed"
-            self.page.wait_for_timeout(100)
+        self.wait_for(lambda: self.figures() not in ([], than))
 
     def _weigh(self, frame: str | bytes) -> None:
         content = frame.encode() if isinstance(frame, str) else frame

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from stand_in import step_line
 
 from moelab.experiment_file import Study, make_study
 from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.submit import submit
+from moelab.runs.directory import RunDir
 
 TESTS = Path(__file__).parent
 RECORDER = """\
@@ -46,30 +49,48 @@ def recorder(folder: Path, steps: int) -> Path:
     return program(folder, "python", RECORDER.replace("LOG", str(log)))
 
 
-def profile(cluster: SlurmCluster, gate: Path, **fields: Any) -> ClusterProfile:
-    """The cluster of the tests, with ``slurm/trainer`` in place of torchrun.
+@dataclass(frozen=True)
+class Site:
+    """A Slurm, and a folder with the runs that are submitted to it."""
 
-    Args:
-        cluster: the Slurm.
-        gate: a folder; a file ``hold`` in it lets training wait after its second step, ``fail`` lets it fail.
-        fields: of the profile.
-    """
-    variables = {"PYTHONPATH": f"{TESTS}/slurm/trainer:{TESTS}:{TESTS.parent}/src", "TRAINER": str(gate)}
-    mine = {
-        "name": "test",
-        "description": "Slurm on this machine",
-        "partition": "main",
-        "nodes": len(cluster.nodes),
-        "gpus_per_node": 0,
-        "exclusive": False,
-        "time_limit_minutes": 10,
-        "first_port": 10_000,  # the daemons of a cluster have theirs above
-        "last_port": 14_999,
-        "python": sys.executable,
-        "variables": variables,
-        **fields,
-    }
-    return ClusterProfile(**mine)
+    slurm: SlurmCluster
+    folder: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.folder / "runs"
+
+    @property
+    def gate(self) -> Path:
+        """A folder: a file ``hold`` in it lets training wait after its second step, ``fail`` lets it fail."""
+        folder = self.folder / "gate"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def profile(self, **fields: Any) -> ClusterProfile:
+        """Of the Slurm, with ``slurm/trainer`` in place of torchrun."""
+        paths = (TESTS / "slurm" / "trainer", TESTS, TESTS.parent / "src")
+        mine = {
+            "name": "test",
+            "description": "Slurm on this machine",
+            "partition": "main",
+            "nodes": len(self.slurm.nodes),
+            "gpus_per_node": 0,
+            "exclusive": False,
+            "time_limit_minutes": 10,
+            "first_port": 10_000,  # the daemons of a cluster have theirs above
+            "last_port": 14_999,
+            "python": sys.executable,
+            "variables": {"PYTHONPATH": ":".join(map(str, paths)), "TRAINER": str(self.gate)},
+        }
+        return ClusterProfile(**{**mine, **fields})
+
+    def submit(self, study: Study, **options: Any) -> tuple[RunDir, ...]:
+        return submit(study, self.runs, self.profile(), **options).submitted
+
+    def jobs(self) -> set[str]:
+        """Every job that was ever submitted and is remembered."""
+        return set(self.slurm.run("squeue", "-h", "-r", "-t", "all", "-o", "%i").splitlines())
 
 
 def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:

@@ -40,16 +40,6 @@ class Trained:
         return collect_run(self.run(arm))
 
 
-@dataclass(frozen=True)
-class Interrupted:
-    """A study that was stopped, what was left of it, and its second run."""
-
-    exit_code: int
-    progress: str
-    left: dict[int, int]
-    again: Trained
-
-
 def moelab_run(file: Path, runs: Path, *options: str) -> Trained:
     command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -67,12 +57,6 @@ def write_study(folder: Path, arms: list[dict[str, Any]], seeds: list[int], **sh
 def launch(file: Path, runs: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "moelab", "run", str(file), "--runs", str(runs)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit code and progress of a command that is about to end."""
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
 
 
 def wait_for(what: Callable[[], object], seconds: float = 180.0) -> None:

@@ -165,6 +165,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--reference", default="bf16_standard", metavar="ARM", help=reference_help)
     margin_help = "equivalence margin in nats; default: from the spread between seeds"
     report.add_argument("--margin", type=float, metavar="NATS", help=margin_help)
+    # argparse formats its help with %, so that a sign of percent is two.
     cap_help = "upper limit of a margin that comes from the seeds; default: 1 %% of the loss"
     report.add_argument("--margin-cap", type=float, metavar="NATS", help=cap_help)
     drop_help = "leave a seed out of all arms; the report says so"

@@ -70,6 +70,7 @@ class Examination:
     @property
     def failed(self) -> bool:
         """Whether the GPUs do not work, or the smoke test ran and failed."""
+        # Of DeepEP's findings the smoke test alone counts: a machine without DeepEP trains the standard arms.
         return any_error(self.findings) or any_error(one for one in self.deepep if one.name == SMOKE_TEST)
 
     def as_text(self) -> str:
@@ -105,6 +106,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
 
 def _arm(experiment: Experiment) -> ArmAnswer:
     gpus_here = () if gpu_problem() else gpus()
+    # All of them: ranks of one run must compute the same, so one GPU without native kernels decides for all.
     native = bool(gpus_here) and all(has_native_mxfp8(gpu.capability) for gpu in gpus_here)
     kernels = {
         Precision.BF16: "runs",
@@ -154,8 +156,9 @@ def _gpus() -> Iterator[Finding]:
         name,
         "; ".join(f"{count} × {model}, {sm}, driver {driver}" for (model, sm, driver), count in kinds.items()),
         "; ".join(lacks),
-        "note",
+        "note",  # such GPUs train as well
     )
+    # GPUs have had their line: of their clocks and memory only what is wrong is news.
     yield from (one for one in check_gpus(read_gpus(this_machine())) if not one.ok)
 
 
@@ -179,6 +182,7 @@ def _tools() -> Iterator[Finding]:
         f"missing {', '.join(missing)}" if missing else "installed",
         "`make lab`, or pip install -e '.[lab]' in the clone, brings both" if missing else "",
     )
+    # Since its release 1, kaleido brings no browser of its own.
     browser, kaleido = find_chromium(), has_module("kaleido")
     yield _seen(
         "PNG figures",

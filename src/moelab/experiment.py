@@ -242,6 +242,7 @@ class Experiment(BaseModel):
     @field_validator("capture_step")
     @classmethod
     def _captured_step(cls, value: int, info: ValidationInfo) -> int:
+        # `data` has the fields that stand before this one, but for those that were refused themselves.
         if value > info.data.get("steps", value):
             raise ValueError(f"0 (no capture), or a step of this run, 1 to {info.data['steps']}")
         if value and info.data.get("compile") == "model+loss":
@@ -265,6 +266,7 @@ class Experiment(BaseModel):
         world = info.data.get("nodes", MOST_RANKS) * info.data.get("gpus_per_node", 1)
         if max(value) >= world:
             raise ValueError(f"global ranks of this run, 0 to {world - 1}")
+        # In whichever order they were given, the same ranks are the same arm.
         return tuple(sorted(set(value)))
 
     @field_validator("arm_fields")
@@ -324,6 +326,7 @@ class Experiment(BaseModel):
         values = self._by_field() if self.arm_fields else {}
         for field in self.arm_fields:
             value = "default" if values[field] is None else values[field]
+            # Folders of runs have this name: signs that shells or file systems mind are replaced.
             words = re.sub(r"[^A-Za-z0-9.+]", "-", str(value))
             parts.append(f"{field.removeprefix('shape.').replace('_', '-')}-{words}")
         name = "_".join(parts)

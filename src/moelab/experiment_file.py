@@ -70,6 +70,7 @@ class Study:
     @property
     def first_of_arms(self) -> tuple[Experiment, ...]:
         """One experiment of each arm, for what does not depend on the seed."""
+        # A dict keeps the last of one name: from the end, that is the first.
         return tuple({experiment.arm: experiment for experiment in reversed(self.experiments)}.values())[::-1]
 
     @property
@@ -281,6 +282,7 @@ def parse(model: type[Model], fields: Mapping[str, Any]) -> Model:
     Raises:
         BadInput: one line for each field at fault: the value, what is valid, and for an unknown field the nearest one.
     """
+    # Keys of YAML may be numbers or dates.
     given = {str(key): value for key, value in fields.items()}
     truths = dict(_truths(model, given))
     faults = [

@@ -117,6 +117,7 @@ class Plan:
             "memory_gib": worst and round(worst.reserved_gib, 2),
             "outside_gib": worst and round(worst.outside_gib, 2),
             "total_gib": worst and round(worst.total_gib, 2),
+            # NaN, where the GPU is not known, is no JSON.
             "capacity_gib": None if memory is None or self.fits is None else round(memory.capacity_gib, 2),
             "memory_by_rank": by_rank,
             "dispatch_buffer": buffer and buffer.to_json(),
@@ -172,6 +173,7 @@ def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]
     'env MOELAB_EXPERIMENT=a.yaml torchrun --nnodes=1'
     """
     name = config_name(experiment)
+    # A name does not have every field: only equality shows that this is the published arm.
     published = named_arms().get(name) == experiment
     variable = () if published else ("env", f"MOELAB_EXPERIMENT={path or DEFAULT_FILE}")
     # Port 0 lets torchrun find a free one, which only works where all ranks are.

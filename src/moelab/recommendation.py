@@ -172,6 +172,7 @@ def recommend(
     result, ranked = space.search(limit)
     best = ranked[0].projection if ranked else None
     own = None
+    # Illegal or too large, the layout that was given has no speed to compare with.
     with suppress(Refused):
         own = project(experiment, space.cluster, calibration=calibration).tps
     return Recommendation(

@@ -374,6 +374,7 @@ class Space:
             kept: set[tuple[Any, ...]] = set()
             for one in legal:
                 same = (one.ep, one.microbatch, _is_v(one), round(one.bubble, 9))  # equal but for rounding
+                # Context parallelism cuts sequences: each of its ranks has a share of the tokens.
                 too_long = one.at_once > 1 and one.at_once * experiment.seq_len > MOST_TOKENS_AT_ONCE * one.cp
                 if not too_long and same not in kept:
                     kept.add(same)
@@ -414,6 +415,7 @@ class Space:
         too_large = looked_at = 0
         nearest: dict[tuple[Any, ...], tuple[float, _Legal, _Variant]] = {}
         for estimate_s, one, variant in _by_estimate(variants, least, layouts):
+            # Even with the narrowest interval its low end would come after the `limit` best so far.
             fastest_tps = self.experiment.seq_len / estimate_s
             if len(fitting) >= CONSIDERED or (len(lows) >= limit and fastest_tps / LEAST_WIDTH < lows[-limit]):
                 break
@@ -539,6 +541,7 @@ def _by_estimate(
         if one:
             yield heap[0][0], one, variants[place]
             index += 1
+        # The next layout of the same price takes its place: one entry of each kind is in the heap.
         if index < len(alike[key]):
             one = alike[key][index]
             seconds = variants[place].token_s(one) / (1 - one.bubble)

@@ -66,6 +66,7 @@ def on(gpu: str, experiment: Experiment, **changes: Any) -> Experiment:
     fields = {**experiment.model_dump(), **changes, "hardware": PROFILES[gpu]}  # validated: a copy would not be
     native = has_native_mxfp8(cluster_of(PROFILES[gpu]).node.gpu.capability)
     if fields["precision"] != Precision.BF16:
+        # Defaults of the rest: what was asked of one format's kernels means nothing to the other.
         fields |= {"precision": "mxfp8" if native else "fp8", "wgrad": "mxfp8", "mxfp8_kernels": "auto"}
     return Experiment.model_validate(fields)
 
@@ -114,6 +115,7 @@ def _fitting(experiment: Experiment, kind: str, count: int, calibration: Calibra
     node = min(count, GPUS_OF_NODE[kind])
     for pp, tp, ep in product(*LAYOUTS.values()):
         shards, over = divmod(count, pp * tp)
+        # A step keeps its sequences at every size, so that they must divide over its ranks.
         if over or not shards or experiment.global_batch % shards:
             continue
         sizes = {"nodes": count // node, "gpus_per_node": node, "local_batch": experiment.global_batch // shards}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
-from slurm_jobs import TESTS, profile, speak_to, study_of, written
+from slurm_jobs import TESTS, Site, speak_to, study_of, written
 
 from moelab.cli import main
 from moelab.health.measure import first_node
@@ -18,10 +18,6 @@ from moelab.health.preflight import check_nodes, preflight
 from moelab.launch.slurm import call
 from moelab.launch.status import drain, requeue_without
 from moelab.machine import version
-
-pytestmark = pytest.mark.slurm
-
-SLEEPER = "#!/bin/sh\n#SBATCH --requeue\n#SBATCH --output=/dev/null\nsleep 600\n"
 
 
 @pytest.fixture(scope="module")
@@ -42,46 +38,38 @@ def slurm(three: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slur
     three.cancel_all()
 
 
-def odd_node(folder: Path, node: str) -> Path:
+def cluster_of(slurm: SlurmCluster, folder: Path, **fields: Any) -> Any:
+    return Site(slurm, folder).profile(variables={"OMP_NUM_THREADS": "1"}, **fields)
+
+
+def set_up(folder: Path, node: str) -> Path:
     """A shell file for the profile's ``source``: on one node another torchao is found first."""
     metadata = folder / "other" / "torchao-0.17.0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.17.0\n")
     file = folder / "set_up.sh"
-    file.write_text(
-        "echo 'loading modules, as some do'\n"
-        f'if [ "$SLURMD_NODENAME" = {node} ]; then export PYTHONPATH={folder}/other:$PYTHONPATH; fi\n'
-    )
+    other = f'if [ "$SLURMD_NODENAME" = {node} ]; then export PYTHONPATH={folder}/other:$PYTHONPATH; fi\n'
+    file.write_text(f"echo 'loading modules, as some do'\n{other}")
     return file
 
 
-def cluster_of(slurm: SlurmCluster, folder: Path, **fields: Any) -> Any:
-    return profile(slurm, folder, **{"variables": {"OMP_NUM_THREADS": "1"}, **fields})
+def test_a_node_with_another_version_and_a_set_up_that_fails_are_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    def checked(*source: str) -> tuple[dict[str, str], dict[str, str]]:
+        checks = check_nodes(cluster_of(slurm, tmp_path, source=source), None, tmp_path / "runs")
+        assert list((tmp_path / "runs").iterdir()) == []
+        faults = {one.name: one.found for one in checks if not one.ok and one.name != "open files"}
+        return {one.name: one.found for one in checks}, faults
 
-
-def faults(found: Any) -> dict[str, str]:
-    return {one.name: one.found for one in found if not one.ok}
-
-
-def test_a_node_with_another_version_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
-    alike = check_nodes(cluster_of(slurm, tmp_path), None, tmp_path / "runs")
-    assert {name for name in faults(alike) if name != "open files"} == set()
-    named = {one.name: one.found for one in alike}
-    assert named["versions"].startswith("the same on 3 nodes")
-    assert named["clocks"].startswith("within ")
-    assert named["shared files"] == "3 nodes see and write them"
-    other = cluster_of(slurm, tmp_path, source=(str(odd_node(tmp_path, "n1")),))
-    assert faults(check_nodes(other, None, tmp_path / "runs"))["torchao on all nodes"] == (
-        f"n1: 0.17.0; 2 others: {version('torchao')}"
-    )
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_set_up_that_fails_on_every_node(slurm: SlurmCluster, tmp_path: Path) -> None:
-    broken = cluster_of(slurm, tmp_path, source=("/nowhere/modules.sh",))
-    found = faults(check_nodes(broken, None, tmp_path / "runs"))
-    assert found["nodes"] == "0 of 3 answered"
-    assert "/nowhere/modules.sh" in found["srun"]
+    alike, faults = checked()
+    assert faults == {}
+    assert alike["versions"].startswith("the same on 3 nodes")
+    assert alike["clocks"].startswith("within ")
+    assert alike["shared files"] == "3 nodes see and write them"
+    _, faults = checked(str(set_up(tmp_path, "n1")))
+    assert faults == {"torchao on all nodes": f"n1: 0.17.0; 2 others: {version('torchao')}"}
+    _, faults = checked("/nowhere/modules.sh")
+    assert faults["nodes"] == "0 of 3 answered"
+    assert "/nowhere/modules.sh" in faults["srun"]
 
 
 def test_inside_a_job_its_own_nodes_report(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -116,36 +104,29 @@ def test_slurm_is_asked_whether_it_would_take_the_script(
     assert slurm.active() == []
 
 
-def node_of(slurm: SlurmCluster, job: str) -> str:
-    return slurm.wait_for_state(job, "RUNNING")["NodeList"]
+def test_a_drained_node_gets_no_job_again_and_without_an_operators_rights_the_job_is_kept_away(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "sleep.sh"
+    script.write_text("#!/bin/sh\n#SBATCH --requeue\n#SBATCH --output=/dev/null\nsleep 600\n")
+    job = slurm.run("sbatch", "--parsable", script)
 
+    def node(restarts: int) -> str:
+        slurm.wait_for(lambda: slurm.job(job)["Restarts"] == str(restarts) and slurm.job(job)["JobState"] == "RUNNING")
+        return slurm.job(job)["NodeList"]
 
-def sleeper(slurm: SlurmCluster, folder: Path) -> str:
-    script = folder / "sleep.sh"
-    script.write_text(SLEEPER)
-    return slurm.run("sbatch", "--parsable", script)
-
-
-def test_a_drained_node_gets_no_job_again(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = sleeper(slurm, tmp_path)
-    bad = node_of(slurm, job)
-    drain([bad], "Xid 79 on GPU 3; see $(ticket)")
-    assert "Reason=Xid 79 on GPU 3; see $(ticket)" in slurm.run("scontrol", "show", "node", bad)
+    drained = node(restarts=0)
+    drain([drained], "Xid 79 on GPU 3; see $(ticket)")
+    assert "Reason=Xid 79 on GPU 3; see $(ticket)" in slurm.run("scontrol", "show", "node", drained)
     slurm.run("scontrol", "requeue", job)
-    slurm.wait_for(lambda: slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "RUNNING")
-    assert node_of(slurm, job) != bad
-    assert slurm.states()[bad].startswith("drain")
-    slurm.resume_node(bad)
-
-
-def test_without_an_operators_rights_the_job_is_kept_away(slurm: SlurmCluster, tmp_path: Path) -> None:
-    job = sleeper(slurm, tmp_path)
-    bad = node_of(slurm, job)
-    requeue_without(job, [bad])
-    slurm.wait_for(lambda: slurm.job(job)["Restarts"] == "1" and slurm.job(job)["JobState"] == "RUNNING")
-    assert node_of(slurm, job) != bad
-    assert slurm.job(job)["ExcNodeList"] == bad
-    assert slurm.states()[bad] == "idle"
+    avoided = node(restarts=1)
+    assert avoided != drained
+    assert slurm.states()[drained].startswith("drain")
+    slurm.resume_node(drained)
+    requeue_without(job, [avoided])
+    assert node(restarts=2) != avoided
+    assert slurm.job(job)["ExcNodeList"] == avoided
+    assert slurm.states()[avoided] == "idle"
 
 
 @pytest.mark.parametrize("text", ["gpu[001-003,007]", "gpu[7,009],login1", "rack[0-1]n[08-10]", "a[1-2][3-4]", "x"])

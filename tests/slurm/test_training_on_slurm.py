@@ -6,6 +6,7 @@ folder of the second a later checkpoint is half written, as a node that is lost 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from slurm_cluster import SlurmCluster, slurm_cluster
-from training_support import SHARED, ranks_of, wait_for
+from training_support import SHARED, ranks_of, steps_logged, wait_for
 
 from moelab.experiment import Experiment
 from moelab.launch.cluster import read_cluster
@@ -28,7 +29,7 @@ from moelab.runs.status import State, Status
 from moelab.runs.stragglers import read_own_times
 from moelab.runs.table import merge_segments
 
-pytestmark = pytest.mark.training  # and of Slurm: two marks, of which tests/conftest.py reads the first
+pytestmark = pytest.mark.training
 STEPS = 8
 PROFILE = ["nodes=2", "gpus_per_node=0", "exclusive=false", "cpus_per_task=1", "memory_gib=1", "signal_s=60"]
 PROFILE += ["time_ranks=true", "checkpoint_interval_steps=5"]  # each rank's own times too
@@ -45,11 +46,6 @@ class Trained:
     between: Status
     array: str
     cluster: SlurmCluster
-
-
-def steps_of(run: RunDir) -> int:
-    text = run.log.read_text() if run.log.exists() else ""
-    return len(re.findall(r"^\[rank0\].* INFO - step: ", text, re.M))
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +67,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     (half_written / "__0_0.distcp").write_bytes(b"half")
     script = folder / "job.sbatch"
     script.write_text(render(job))
+    whole, stopped, killed = runs
     with slurm_cluster(nodes=2, cpus=4) as cluster:
         array = cluster.run("sbatch", "--parsable", script)
-        whole, stopped, killed = runs
-        wait_for(lambda: steps_of(stopped) >= 1)
-        cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_1")
-        wait_for(lambda: steps_of(killed) >= 1)
+        wait_for(lambda: steps_logged(stopped.path) >= 1)
+        for _ in range(2):  # a second warning must not end the wait for the step
+            cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_1")
+        wait_for(lambda: steps_logged(killed.path) >= 1)
         os.kill(ranks_of(killed.path)[1], signal.SIGKILL)
         wait_for(lambda: stopped.status.state is not State.RUNNING)
         between = stopped.status
@@ -85,10 +82,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         yield Trained(whole, stopped, killed, between, array, cluster)
 
 
-@pytest.mark.slurm
 def test_two_nodes_train_with_expert_parallelism_across_them_to_a_collected_result(trained: Trained) -> None:
-    run = trained.whole
-    status = run.status
+    run, status = trained.whole, trained.whole.status
     assert (status.state, status.exit_code, status.job_id) == (State.COMPLETED, 0, f"{trained.array}_0")
     log = run.log.read_text()
     assert "dp_shard=2, cp=1, tp=1, ep=2" in log
@@ -102,32 +97,28 @@ def test_two_nodes_train_with_expert_parallelism_across_them_to_a_collected_resu
     assert collect_run(run).last_step == STEPS
 
 
-@pytest.mark.slurm
 def test_a_time_limit_loses_no_step_and_counts_none_twice(trained: Trained) -> None:
-    between, status = trained.between, trained.stopped.status
-    assert between.state is State.SUBMITTED
-    assert between.reason is not None
-    assert re.fullmatch(rf"saved step \d of {STEPS} before the time limit; requeued", between.reason)
-    assert (status.state, status.attempts, status.job_id) == (State.COMPLETED, 2, f"{trained.array}_1")
-    rows = collect_run(trained.stopped).rows
-    assert rows["step"].tolist() == list(range(1, STEPS + 1))
-    assert set(rows["segment"]) == {0, 1}
+    run, whole = trained.stopped, trained.whole
+    assert trained.between.state is State.SUBMITTED
+    assert re.fullmatch(rf"saved step \d of {STEPS} before the time limit; requeued", str(trained.between.reason))
+    assert (run.status.state, run.status.attempts, run.status.job_id) == (State.COMPLETED, 2, f"{trained.array}_1")
     assert trained.cluster.job(f"{trained.array}_1")["Restarts"] == "1"
-
-
-@pytest.mark.slurm
-def test_the_resumed_run_has_the_losses_of_the_one_left_alone(trained: Trained) -> None:
-    ours, theirs = (merge_segments(collect_run(run).rows) for run in (trained.stopped, trained.whole))
+    for number, start in (("", 0), ("-2", 1)):  # each start leaves files of its own
+        command = (run.path / "launch" / f"command{number}.sh").read_text()
+        assert f"--rdzv-id={trained.array}_1-{start} " in command
+        assert json.loads((run.path / f"environment{number}.json").read_text())["hosts"] == 2
+    ours, theirs = collect_run(run), collect_run(whole)
+    assert ours.rows["step"].tolist() == list(range(1, STEPS + 1))
+    assert set(ours.rows["segment"]) == {0, 1}
     for column in ("loss", "grad_norm", "lr"):
-        np.testing.assert_array_equal(ours[column], theirs[column])
-    assert collect_run(trained.stopped).validation_loss == collect_run(trained.whole).validation_loss
-    load, alone = (expert_load(run.path / FILE) for run in (trained.stopped, trained.whole))
+        np.testing.assert_array_equal(merge_segments(ours.rows)[column], theirs.rows[column])
+    assert ours.validation_loss == theirs.validation_loss
+    load, alone = expert_load(run.path / FILE), expert_load(whole.path / FILE)
     assert load is not None
     assert alone is not None
     np.testing.assert_array_equal(load.tokens_SLE, alone.tokens_SLE)
 
 
-@pytest.mark.slurm
 def test_a_half_written_checkpoint_is_not_resumed_and_old_ones_are_pruned(trained: Trained) -> None:
     run = trained.stopped
     last = int(collect_run(run).rows.query("segment == 0")["step"].max())
@@ -137,12 +128,10 @@ def test_a_half_written_checkpoint_is_not_resumed_and_old_ones_are_pruned(traine
     assert (run.path / "checkpoint" / "step-900").exists()
 
 
-@pytest.mark.slurm
 def test_a_rank_killed_on_the_second_node_is_named_and_the_job_is_over(trained: Trained) -> None:
-    status = trained.killed.status
-    assert status.state is State.FAILED
-    assert status.reason is not None
-    assert status.reason.startswith("rank 1: killed by SIGKILL")
-    assert len(collect_run(trained.killed).rows) >= 1
+    run = trained.killed
+    assert run.status.state is State.FAILED
+    assert str(run.status.reason).startswith("rank 1: killed by SIGKILL")
+    assert len(collect_run(run).rows) >= 1
     trained.cluster.wait_for_state(f"{trained.array}_2", "FAILED")
-    assert not ranks_of(trained.killed.path)
+    assert not ranks_of(run.path)

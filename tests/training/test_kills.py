@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,11 @@ from moelab.runs.status import State
 from moelab.runs.table import merge_segments
 
 pytestmark = pytest.mark.training
-CHECKPOINT_INTERVAL = 3
+STEPS = SHARED["steps"]
+STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
+JOB = ("--ports=20000-28999", "--requeues=99", "--checkpoint-interval=3", "--checkpoints-kept=2")
 LEFT_S = 20.0
 """So long after the next start begins, nothing of the killed one may live."""
-STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """What is killed, and when."""
-
-    torchrun: bool  # with the launcher
-    moment: str  # start-up, checkpoint (a job's alone) or end
-    delay_s: float = 0.0  # after the moment has come
 
 
 class Launch:
@@ -44,70 +35,65 @@ class Launch:
 
     def __init__(self, file: Path, runs: Path, job: RunDir | None, number: int) -> None:
         self._runs, self._job, self._before = runs, job, {run.path for run in find(runs)}
+        self._checkpoints = set(job.path.glob("checkpoint/step-*")) if job else set()
         # A number that other campaigns on this machine do not have: ranks meet at a port that it gives.
-        job_number = str(10_000 + sum(str(runs).encode()) * 7 % 80_000)
-        self.node = f"{job_number}-{number}-0" if job else ""
-        self.begun = time.monotonic()
-        self._checkpoints = self._saved()
-        if job is None:
-            command = ["run", str(file), "--runs", str(runs)]
-            with (runs.parent / "launcher.log").open("ab") as log:
-                self.popen = subprocess.Popen([sys.executable, "-m", "moelab", *command], stdout=log, stderr=log)
-            return
-        options = ["--ports=20000-28999", "--requeues=99", f"--checkpoint-interval={CHECKPOINT_INTERVAL}"]
-        command = ["-m", "moelab.launch.in_job", str(job.path), "localhost", *options, "--checkpoints-kept=2"]
-        place = {"JOB_ID": job_number, "NODEID": "0", "STEP_NUM_NODES": "1", "RESTART_COUNT": str(number)}
+        job_id = str(10_000 + sum(str(runs).encode()) * 7 % 80_000)
+        self._node, self.begun, place = "", time.monotonic(), dict[str, str]()
+        command, log = ["-m", "moelab", "run", str(file), "--runs", str(runs)], runs.parent / "launcher.log"
+        if job:
+            command, log = ["-m", "moelab.launch.in_job", str(job.path), "localhost", *JOB], job.log  # as srun appends
+            self._node = f"{job_id}-{number}-0"
+            place = {"JOB_ID": job_id, "NODEID": "0", "STEP_NUM_NODES": "1", "RESTART_COUNT": str(number)}
         variables = {**os.environ, **{f"SLURM_{name}": value for name, value in place.items()}}
-        with job.log.open("ab") as log:  # as srun appends
-            self.popen = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=variables)
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen([sys.executable, *command], stdout=output, stderr=output, env=variables)
 
     @property
     def run(self) -> RunDir | None:
         """Its run directory, once it has one."""
         return self._job or next((run for run in find(self._runs) if run.path not in self._before), None)
 
-    def _saved(self) -> set[Path]:
-        """Folders of the job's checkpoints, whole or not."""
-        return set(self._job.path.glob("checkpoint/step-*")) if self._job else set()
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether it has begun to save, or has just done so."""
-        return bool(self._saved() - self._checkpoints)
-
     def processes(self) -> dict[int, str]:
         """Command lines of torchrun, its ranks and what they started."""
-        if not (run := self.run):
+        if not self.run:
             return {}
-        mine = f"{run.path}/experiment.yaml"
-        return {
-            process: line
-            for process, line, variables in processes()
-            if variables.get("MOELAB_EXPERIMENT") == mine and self.node in ("", variables.get("MOELAB_NODE"))
-        }
+        mine = {"MOELAB_EXPERIMENT": f"{self.run.path}/experiment.yaml"}
+        mine |= {"MOELAB_NODE": self._node} if self._node else {}
+        return {process: line for process, line, variables in processes() if mine.items() <= variables.items()}
 
-    def kill(self, kill: Kill, steps: int) -> None:
-        """Wait for the moment, and kill."""
+    def has_ranks(self) -> bool:
+        return bool(self.run and ranks_of(self.run.path))
 
-        def logged() -> int:
-            log = self.run and self.run.log
-            return (
-                max(map(int, STEP.findall(log.read_text(errors="replace"))), default=0) if log and log.exists() else 0
-            )
+    def is_saving(self) -> bool:
+        """Whether it has begun to save, or has just done so."""
+        return bool(set(self._job.path.glob("checkpoint/step-*")) - self._checkpoints)
 
-        came: dict[str, Callable[[], object]] = {
-            "start-up": lambda: self.run and ranks_of(self.run.path),
-            "checkpoint": lambda: self.is_saving,
-            "end": lambda: logged() >= steps,
-        }
-        wait_for(lambda: came[kill.moment]() or self.popen.poll() is not None)
-        time.sleep(kill.delay_s)
+    def has_logged_all(self) -> bool:
+        return str(STEPS) in STEP.findall(self.run.log.read_text(errors="replace"))
+
+    def kill(self, moment: Callable[[Launch], bool], delay_s: float, *, torchrun: bool) -> None:
+        """Wait for the moment, and kill the launcher, with its torchrun or alone."""
+        wait_for(lambda: moment(self) or self.popen.poll() is not None)
+        time.sleep(delay_s)
         assert self.popen.poll() is None, "it ended before it could be killed"
-        torchrun = [one for one, line in self.processes().items() if "torch.distributed.run" in line][: kill.torchrun]
-        assert len(torchrun) == kill.torchrun
-        for process in (self.popen.pid, *torchrun):
+        below = [one for one, line in self.processes().items() if "torch.distributed.run" in line][:torchrun]
+        assert len(below) == torchrun
+        for process in (self.popen.pid, *below):
             os.kill(process, signal.SIGKILL)
         self.popen.wait()
+
+    def is_followed_by(self, launch: Launch) -> None:
+        """Look at both until the next start trains or has ended: nothing of this one may train beside it."""
+        while True:
+            old, new = self.processes(), launch.processes()
+            assert not (old and new), f"{sorted(old)} of the killed start live beside {sorted(new)}"
+            assert not old or time.monotonic() - launch.begun < LEFT_S, f"{sorted(old)} live on"
+            if len(new) > 2 or launch.popen.poll() is not None:
+                break
+            time.sleep(0.05)
+        files = self.run.log.parent.glob("**/attempt_*/0/std*.log")  # the first rank's own, whatever torchrun copied
+        logged = {int(step) for file in files for step in STEP.findall(file.read_text(errors="replace"))}
+        assert logged <= losses_of(self.run).keys()
 
 
 def losses_of(run: RunDir) -> dict[int, float]:
@@ -116,58 +102,28 @@ def losses_of(run: RunDir) -> dict[int, float]:
     return {int(step): round(float(loss), 4) for step, loss in zip(rows["step"], rows["loss"], strict=True)}
 
 
-def chain(folder: Path, trained: Trained, *kills: Kill, of_job: bool) -> list[RunDir]:
-    """Kill one start after the other of a study, let the last one train to its end, and return the killed runs.
-
-    Starts of a job go on from its checkpoints; those of ``moelab run`` begin anew. ``trained`` has the same run, which
-    nobody killed.
-    """
-    folder.mkdir(parents=True)
-    reference = losses_of(trained.run("bf16_standard"))
-    steps = max(reference)
-    file, runs = write_study(folder, [{"precision": "bf16"}], [0], **{**SHARED, "steps": steps}), folder / "runs"
-    job = directory.create(runs, read_study(file).experiments[0]) if of_job else None
-    launch, killed_runs = Launch(file, runs, job, 0), []
-    for number, kill in enumerate(kills, start=1):
-        launch.kill(kill, steps)
-        before, launch = launch, Launch(file, runs, job, number)
-        killed_runs.append(_watch(before, launch, steps))
-    assert launch.popen.wait(300) == 0
-    last = launch.run or next(run for run in find(runs) if run.status.state is State.COMPLETED)
-    assert last.status.state is State.COMPLETED, last.status
-    assert losses_of(last) == reference
-    return killed_runs
-
-
-def _watch(killed: Launch, launch: Launch, steps: int) -> RunDir:
-    """Look at both until the next start trains, or has ended."""
-    while True:
-        old, new = killed.processes(), launch.processes()
-        assert not (old and new), f"{sorted(old)} of the killed start live beside {sorted(new)}"
-        assert not old or time.monotonic() - launch.begun < LEFT_S, f"{sorted(old)} live on"
-        if len(new) > 2 or launch.popen.poll() is not None:
-            break
-        time.sleep(0.05)
-    run = killed.run
-    assert run is not None
-    metrics = losses_of(run)
-    files = run.log.parent.glob("**/attempt_*/0/std*.log")  # the first rank's own, whatever torchrun copied of them
-    assert {int(step) for file in files for step in STEP.findall(file.read_text(errors="replace"))} <= metrics.keys()
-    status = run.status
-    if launch.run == run:
-        assert status.state in (State.RUNNING, State.COMPLETED), status
-    else:
-        whole = status.state is State.COMPLETED and len(metrics) == steps
-        assert whole or (status.state is State.FAILED and status.reason), status
-        assert (run.path / "metrics.parquet").exists()
-    return run
-
-
 def test_a_run_that_is_killed_leaves_nothing_behind_and_is_trained_anew(trained: Trained, tmp_path: Path) -> None:
-    (killed,) = chain(tmp_path / "study", trained, Kill(torchrun=True, moment="start-up", delay_s=2.0), of_job=False)
-    assert (killed.status.state, killed.status.reason) == (State.FAILED, "the launcher was killed")
+    file, runs = write_study(tmp_path, [{"precision": "bf16"}], [0]), tmp_path / "runs"
+    first = Launch(file, runs, None, 0)
+    first.kill(Launch.has_ranks, 2.0, torchrun=True)
+    second = Launch(file, runs, None, 1)
+    first.is_followed_by(second)
+    assert (first.run.status.state, first.run.status.reason) == (State.FAILED, "the launcher was killed")
+    assert (first.run.path / "metrics.parquet").exists()
+    assert second.popen.wait(300) == 0
+    assert second.run.status.state is State.COMPLETED
+    assert losses_of(second.run) == losses_of(trained.run("bf16_standard"))
 
 
 def test_a_job_that_is_killed_goes_on_from_its_checkpoint(trained: Trained, tmp_path: Path) -> None:
-    saving, ended = Kill(torchrun=True, moment="checkpoint"), Kill(torchrun=False, moment="end")
-    assert len(set(chain(tmp_path / "study", trained, saving, ended, of_job=True))) == 1
+    file, runs = write_study(tmp_path, [{"precision": "bf16"}], [0]), tmp_path / "runs"
+    job = directory.create(runs, read_study(file).experiments[0])
+    launch = Launch(file, runs, job, 0)
+    for number, (moment, torchrun) in enumerate(((Launch.is_saving, True), (Launch.has_logged_all, False)), start=1):
+        launch.kill(moment, 0.0, torchrun=torchrun)
+        before, launch = launch, Launch(file, runs, job, number)
+        before.is_followed_by(launch)
+        assert job.status.state in (State.RUNNING, State.COMPLETED), job.status
+    assert launch.popen.wait(300) == 0
+    assert job.status.state is State.COMPLETED
+    assert losses_of(job) == losses_of(trained.run("bf16_standard"))

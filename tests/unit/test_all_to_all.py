@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +13,9 @@ import pytest
 import torch
 from dispatcher_ranks import Ranks
 
-from moelab.deepep.benchmark_cases import (
-    OPERATIONS,
-    ROUTINGS,
-    SIZES,
-    Size,
-    choose_experts,
-    plan,
-    row_bytes,
-)
+from moelab.deepep.benchmark_cases import OPERATIONS, ROUTINGS, SIZES, Size, choose_experts, plan, row_bytes
 from moelab.model import shape_of
 from moelab.mxfp8.quantise import quantise
-
-CPU = torch.device("cpu")
-
-
-def size(**fields: int) -> Size:
-    return Size(name="a size", **{"hidden": 64, "top_k": 4, "experts": 16, "tokens": 32, **fields})
 
 
 @pytest.fixture(scope="module")
@@ -39,119 +27,117 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder: Path) -> list[dict[str, Any]]:
     """What two ranks saw, which have written those files; see ``tests/all_to_all_ranks.py``."""
-    ranks = Ranks(2)
-    try:
+    with closing(Ranks(2)) as ranks:
         return ranks.ask(all_to_all_ranks.measure, folder)
-    finally:
-        ranks.close()
 
 
-def read(folder: Path, name: str) -> Any:
-    return json.loads((folder / f"{name}.json").read_text())
+@pytest.fixture
+def read(folder: Path, seen: Any) -> Callable[[str], Any]:
+    """A file of the experiment."""
+    return lambda name: json.loads((folder / f"{name}.json").read_text())
 
 
 def test_loads_are_even_but_for_the_skewed_routing() -> None:
-    one = size(experts=32, top_k=8, tokens=4096)
-    loads = {
-        name: torch.bincount(choose_experts(name, one, rank=1, device=CPU).flatten(), minlength=32).tolist()
+    size = Size(name="a size", hidden=64, top_k=8, experts=32, tokens=4096)
+    chosen = {
+        (name, rank): choose_experts(name, size, rank=rank, device=torch.device("cpu")).flatten()
         for name in ROUTINGS
+        for rank in (0, 1)
     }
+    loads = {name: torch.bincount(chosen[name, 1], minlength=32).tolist() for name in ROUTINGS}
     assert loads["round_robin"] == loads["random_balanced"] == [1024] * 32
     assert max(loads["skewed"]) > 1.5 * 1024
-    first, second = (choose_experts("skewed", one, rank=rank, device=CPU) for rank in (0, 1))
+    first, second = (chosen["skewed", rank] for rank in (0, 1))
     assert not torch.equal(first, second)
-    assert first.flatten().mode().values == second.flatten().mode().values  # popularity is one for all ranks
+    assert first.mode().values == second.mode().values  # popularity is one for all ranks
 
 
-def test_bytes_of_a_row_are_those_of_the_tensors_that_the_dispatcher_sends() -> None:
-    for hidden in (128, 2048, 7168):
-        x = torch.randn(3, hidden).to(torch.bfloat16)
-        assert row_bytes(hidden, "bf16") == x[0].nbytes
-        for precision in ("fp8", "mxfp8"):
-            data, scales = quantise(x, precision)
-            assert row_bytes(hidden, precision) == data[0].nbytes + scales[0].nbytes
+@pytest.mark.parametrize("hidden", [128, 2048, 7168])
+def test_bytes_of_a_row_are_those_of_the_tensors_that_the_dispatcher_sends(hidden: int) -> None:
+    x = torch.randn(1, hidden).to(torch.bfloat16)
+    assert row_bytes(hidden, "bf16") == x.nbytes
+    for precision in ("fp8", "mxfp8"):
+        assert row_bytes(hidden, precision) == sum(part.nbytes for part in quantise(x, precision))
 
 
 def test_the_plan_sweeps_once_and_names_each_group_and_arm_once() -> None:
     groups = plan(SIZES, ROUTINGS, ["standard", "deepep"], [8, 24])
     assert len({group.name for group in groups}) == len(groups) == len(SIZES) * len(ROUTINGS) + 1
+    assert [group.what for group in groups].index("SM counts") == 2 * len(ROUTINGS)  # before the last size
     for group in groups:
         assert len({arm.name for arm in group.arms}) == len(group.arms) == 4
     assert {arm.operations for arm in groups[0].arms if arm.precision == "bf16"} == {OPERATIONS}
-    for one in SIZES:
-        shape = shape_of(one.name.split(",")[0])
-        assert (one.hidden, one.top_k) == (shape.dim, shape.top_k)
-
-
-STANDARD = {"all_to_all_single": 5}  # counts, and the rows of each operation
-DEEPEP = {"dispatch": 1, "combine": 1, "resend": 1, "collect": 1}
+    for size in SIZES:
+        shape = shape_of(size.name.split(",")[0])
+        assert (size.hidden, size.top_k) == (shape.dim, shape.top_k)
 
 
 def test_arms_run_the_operators_of_training_and_bring_home_what_they_should(seen: Any) -> None:
+    standard = {"all_to_all_single": 5}  # counts, and the rows of each operation
+    deepep = {"dispatch": 1, "combine": 1, "resend": 1, "collect": 1}
     for arms in (rank["arms"] for rank in seen):
         assert len(arms) == 4 * len(ROUTINGS)
         for name, arm in arms.items():
             assert 0 < arm["error"] < (0.05 if "fp8" in name else 0.01), name
             # Inside of moelab's operators the stand-in sends by c10d's collectives, which are not watched.
-            assert arm["operators"] == (STANDARD if "standard" in name else DEEPEP), name
+            assert arm["operators"] == (standard if "standard" in name else deepep), name
 
 
-def test_rows_of_the_file(folder: Path, seen: Any) -> None:
-    report = read(folder, "good")
+def test_rows_of_the_file(read: Any, seen: Any) -> None:
+    report = read("good")
     assert report["label"] == "measured"
     assert "no measure of a GPU" in report["device"]
-    assert report["complete"] == ["small, random_balanced", "small, round_robin", "small, random_balanced, SM counts"]
-    assert list(report["turns"]) == report["complete"]
-    assert [len(arms) for arms in report["turns"].values()] == [4, 4, 2]
+    arms = {"small, random_balanced": 4, "small, round_robin": 4, "small, random_balanced, SM counts": 2}
+    assert {name: len(turns) for name, turns in report["turns"].items()} == arms
+    assert report["complete"] == list(report["turns"]) == list(arms)
     rows = report["rows"]
     assert len(rows) == 2 * (2 * 4 + 2) + (4 + 1)
     for row in rows:
-        assert row["error"] is None
-        assert row["repeats"] == 3
+        assert (row["error"], row["repeats"]) == (None, 3)
         travels = row["precision"] if row["operation"] == "dispatch" else "bf16"
         arm = f"{row['routing']} {row['arm'].partition(',')[0]}"
         received = [rank["arms"][arm]["received"] for rank in seen]
         assert row["physical_bytes"] == max(received[0][1], received[1][0]) * row_bytes(256, travels)
         assert row["physical_gb_s"] == pytest.approx(row["physical_bytes"] / row["parts_us"]["wire"] / 1e3, abs=6e-4)
-    swept = {(row["sms"], row["sms_chosen_by"]) for row in rows if row["backend"] == "deepep"}
-    assert swept == {(1, "library"), (8, "caller")}
-    assert {(row["backend"], row["layout"]) for row in rows} == {("standard", "dense"), ("deepep", "expanded")}
+    assert {tuple(row[name] for name in ("backend", "layout", "sms", "sms_chosen_by")) for row in rows} == {
+        ("standard", "dense", None, "library"),
+        ("deepep", "expanded", 1, "library"),
+        ("deepep", "expanded", 8, "caller"),
+    }
 
 
 @pytest.mark.parametrize("name", ["good", "compiled"])
-def test_parts_are_those_of_the_way_to_move_tokens(folder: Path, seen: Any, name: str) -> None:
-    report = read(folder, name)
+def test_parts_are_those_of_the_way_to_move_tokens(read: Any, seen: Any, name: str) -> None:
+    report = read(name)
     assert report["compiled"] is (name == "compiled")
     assert seen[0]["compiled"] == 4 * ["dispatch", "combine"]
-    parts = {(row["arm"], row["operation"]): list(row["parts_us"]) for row in report["rows"] if not row["error"]}
-    assert parts["standard bf16", "dispatch"] == ["permute", "counts", "wire"]
-    assert {tuple(parts["standard bf16", operation]) for operation in OPERATIONS[1:]} == {("permute", "wire")}
-    for operation in OPERATIONS:
-        assert parts["deepep bf16 expanded", operation] == ["wire"]
-    for precision in ("fp8", "mxfp8"):
-        assert parts[f"deepep {precision} expanded", "dispatch"] == ["quantise", "wire"]
+    parts = {(row["arm"], row["operation"]): list(row["parts_us"]) for row in report["rows"] if "SMs" not in row["arm"]}
+    assert parts == {
+        ("standard bf16", "dispatch"): ["permute", "counts", "wire"],
+        **{("standard bf16", operation): ["permute", "wire"] for operation in OPERATIONS[1:]},
+        **{("deepep bf16 expanded", operation): ["wire"] for operation in OPERATIONS},
+        ("deepep fp8 expanded", "dispatch"): ["quantise", "wire"],
+        ("deepep mxfp8 expanded", "dispatch"): ["quantise", "wire"],
+    }
     assert all(us > 0 for row in report["rows"] for us in row["parts_us"].values())
 
 
-def test_a_second_call_measures_only_what_is_missing(folder: Path, seen: Any) -> None:
+def test_a_second_call_measures_only_what_is_missing_and_every_turn_has_its_own_multiprocessors(
+    folder: Path, seen: Any
+) -> None:
     assert seen[0]["buffers_of_a_second_call"] == 0
     assert all(rank["refused"].startswith("rank 0: JSONDecodeError") for rank in seen)  # none waits for the first
     assert not (folder / "late.json").exists()  # the time was over before the first group
-
-
-def test_every_arm_has_its_own_multiprocessors_in_every_turn(seen: Any) -> None:
     sms = seen[1]["sms"]
     assert sms == [8, 24] * (len(sms) // 2)
     assert len(sms) > 2
 
 
-def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(folder: Path, seen: Any) -> None:
-    rows = read(folder, "broken")["rows"]
-    errors = {row["arm"]: row["error"] for row in rows if row["error"]}
+def test_an_arm_that_fails_becomes_a_row_and_the_others_are_timed(read: Any) -> None:
+    report = read("broken")
+    errors = {row["arm"]: row["error"] for row in report["rows"]}
     assert "round trip is wrong" in errors.pop("deepep bf16 expanded, 16 SMs")
     assert "round trip is wrong: relative error 1," in errors.pop("deepep bf16 expanded, 20 SMs")
     assert errors.pop("deepep bf16 expanded, 24 SMs").startswith("rank 1: RuntimeError: an illegal memory access")
-    assert not errors
-    timed = {row["arm"] for row in rows if not row["error"]}
-    assert timed == {"standard bf16", "deepep bf16 expanded, 8 SMs"}
-    assert read(folder, "broken")["complete"] == []
+    assert errors == {"standard bf16": None, "deepep bf16 expanded, 8 SMs": None}
+    assert report["complete"] == []

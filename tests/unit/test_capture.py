@@ -21,45 +21,34 @@ from moelab.mxfp8.capture import Capture, captures_of, read
 EXPERTS, DIM, HIDDEN = 4, 32, 64
 
 
-class Layer(nn.Module):
-    """A decoder layer as far as its experts, named as TorchTitan names them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = nn.Module()
-        self.moe.routed_experts = nn.Module()
-        config = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS)
-        self.moe.routed_experts.inner_experts = GroupedExperts(config)
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=0.05)
-
-    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return x + self.moe.routed_experts.inner_experts(x, counts)
-
-
 class Model(nn.Module):
-    """Layers under the names that TorchTitan gives them; layer 0 is dense in DeepSeek-V3."""
+    """Decoder layers as far as their experts, named as TorchTitan names them; layer 0 is dense in DeepSeek-V3."""
 
-    def __init__(self, layers: int = 3, *, recompute: bool = False) -> None:
+    def __init__(self, layers: int = 1, *, recompute: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(index + 1): Layer() for index in range(layers)})
-        self.recompute = recompute
+        self.recompute, self.layers = recompute, nn.ModuleDict()
+        for index in range(1, layers + 1):
+            experts = GroupedExperts.Config(dim=DIM, hidden_dim=HIDDEN, num_experts=EXPERTS).build()
+            for weight in experts.parameters():
+                nn.init.normal_(weight, std=0.05)
+            routed = nn.ModuleDict({"routed_experts": nn.ModuleDict({"inner_experts": experts})})
+            self.layers[str(index)] = nn.ModuleDict({"moe": routed})
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():
-            x = checkpoint(layer, x, counts, use_reentrant=False) if self.recompute else layer(x, counts)
+            experts = layer["moe"]["routed_experts"]["inner_experts"]
+            x = x + (checkpoint(experts, x, counts, use_reentrant=False) if self.recompute else experts(x, counts))
         return x
 
 
-def batch(step: int, rows: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(rows, DIM, generator=generator).bfloat16()
+def batch(number: int, rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, DIM, generator=torch.Generator().manual_seed(number)).bfloat16()
 
 
-def train(model: nn.Module, steps: int, counts: torch.Tensor) -> list[float]:
+def train(model: nn.Module, passes: int, counts: tuple[int, ...] = (5, 0, 7, 4)) -> list[float]:
     losses = []
-    for step in range(1, steps + 1):
-        loss = model(batch(step, int(counts.sum())), counts).float().square().mean()
+    for number in range(1, passes + 1):
+        loss = model(batch(number, sum(counts)), torch.tensor(counts)).float().square().mean()
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
@@ -69,8 +58,8 @@ def train(model: nn.Module, steps: int, counts: torch.Tensor) -> list[float]:
     return losses
 
 
-def experiment(**changes: Any) -> Experiment:
-    return Experiment(**{"steps": 5, "capture_step": 2, **changes})
+def install(model: nn.Module, folder: Path, **changes: Any) -> list[str]:
+    return capture.install(model, Experiment(**{"steps": 5, "capture_step": 2, **changes}), folder)
 
 
 def only(folder: Path) -> Capture:
@@ -80,87 +69,71 @@ def only(folder: Path) -> Capture:
 
 def test_a_capture_is_what_the_experts_multiplied(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = Model(layers=1)
-    experts = model.layers["1"].moe.routed_experts.inner_experts
-    counts = torch.tensor([5, 0, 7, 4])
-    assert capture.install(model, experiment(), tmp_path) == ["layers.1"]
-    train(model, 1, counts)
-    before = {name: weight.detach().bfloat16() for name, weight in experts.named_parameters()}
+    model = Model()
+    assert install(model, tmp_path) == ["layers.1"]
+    train(model, 1)
+    before = {name.rpartition(".")[2]: weight.detach().bfloat16() for name, weight in model.named_parameters()}
     assert not (tmp_path / "captures").exists()
-
-    x = batch(2, 16)
-    output = model(x, counts)
-    grad = torch.randn(16, DIM, generator=torch.Generator().manual_seed(9)).bfloat16()
-    output.backward(grad)  # the residual passes the gradient of the layer on to its experts
-    found = only(tmp_path)
-    assert (found.layer, found.step, found.arm) == ("layers.1", 2, "bf16_standard")
-    assert torch.equal(found.x, x)
-    assert torch.equal(found.grad, grad)
-    assert torch.equal(found.offsets, torch.tensor([5, 5, 12, 16], dtype=torch.int32))
-    assert found.tokens_of_experts == (5, 0, 7, 4)
-    for name, kept in (("w1_EFD", found.w1), ("w2_EDF", found.w2), ("w3_EFD", found.w3)):
-        assert torch.equal(kept, before[name])
+    output = model(batch(2), torch.tensor([5, 0, 7, 4]))
+    output.backward(batch(9))  # the residual passes the gradient of the layer on to its experts
+    kept = only(tmp_path)
+    assert (kept.layer, kept.step, kept.arm, kept.tokens_of_experts) == ("layers.1", 2, "bf16_standard", (5, 0, 7, 4))
+    assert torch.equal(kept.x, batch(2))
+    assert torch.equal(kept.grad, batch(9))
+    assert torch.equal(kept.offsets, torch.tensor([5, 5, 12, 16], dtype=torch.int32))
+    for name, weight in (("w1_EFD", kept.w1), ("w2_EDF", kept.w2), ("w3_EFD", kept.w3)):
+        assert torch.equal(weight, before[name])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_capture_changes_no_step_and_is_of_its_own_step(tmp_path: Path, recompute: bool) -> None:
     losses = {}
-    for step in (0, 1, 3):
+    for step, expected in (
+        (0, []),
+        (1, ["layers.1", "layers.6", "layers.11"]),
+        (3, ["layers.1", "layers.6", "layers.11"]),
+    ):
         torch.manual_seed(0)
-        model = Model(layers=11, recompute=recompute)
-        layers = capture.install(model, experiment(capture_step=step), tmp_path / str(step))
-        losses[step] = train(model, 4, torch.tensor([8, 8, 8, 8]))
-        if step:
-            assert layers == ["layers.1", "layers.6", "layers.11"]  # first, middle, last
-            found = [read(path) for path in captures_of(tmp_path / str(step))]
-            assert [each.layer for each in found] == layers
-            assert torch.equal(found[0].x, batch(step, 32))
-            assert {each.step for each in found} == {step}
-        else:
-            assert layers == []
+        model, folder = Model(layers=11, recompute=recompute), tmp_path / str(step)
+        assert install(model, folder, capture_step=step) == expected  # first, middle, last
+        losses[step] = train(model, 4)
+        captures = [read(path) for path in captures_of(folder)] if step else []
+        assert [(each.layer, each.step) for each in captures] == [(layer, step) for layer in expected]
+        assert folder.exists() == bool(step)
+        assert not step or torch.equal(captures[0].x, batch(step))
     assert losses[0] == losses[1] == losses[3]
-    assert not (tmp_path / "0").exists()
 
 
-def test_validation_passes_are_no_steps(tmp_path: Path) -> None:
-    model = Model(layers=1)
-    capture.install(model, experiment(), tmp_path)
-    counts = torch.tensor([4, 4, 4, 4])
-    train(model, 1, counts)
-    model.eval()
+def test_a_step_has_a_training_pass_for_each_microbatch_of_a_pipeline(tmp_path: Path) -> None:
+    model, counts = Model(), torch.tensor([5, 0, 7, 4])
+    install(model, tmp_path, pp=2, local_batch=8, microbatch=2)
+    train(model, 4)  # step 1
     with torch.no_grad():
-        model(batch(7, 16), counts)
+        model(batch(7), counts)
+    model.eval()
+    model(batch(8), counts)  # both are the validator's
     model.train()
-    model(batch(2, 16), counts).square().mean().backward()
-    assert torch.equal(only(tmp_path).x, batch(2, 16))
-
-
-def test_under_a_pipeline_a_step_has_a_pass_for_each_microbatch(tmp_path: Path) -> None:
-    model = Model(layers=1)
-    capture.install(model, experiment(pp=2, local_batch=8, microbatch=2), tmp_path)
-    train(model, 6, torch.tensor([4, 4, 4, 4]))
-    assert torch.equal(only(tmp_path).x, batch(5, 16))  # passes 1 to 4 are step 1
+    train(model, 2)
+    assert torch.equal(only(tmp_path).x, batch(1))
 
 
 def test_a_capture_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "MAX_ROWS", 8)
     monkeypatch.setattr(capture, "MAX_WEIGHT_BYTES", 2 * 3 * DIM * HIDDEN * 2)  # two experts
-    model = Model(layers=1)
-    capture.install(model, experiment(capture_step=1), tmp_path)
-    train(model, 1, torch.tensor([3, 9, 5, 1]))
-    found = only(tmp_path)
-    assert found.w1.shape == (2, HIDDEN, DIM)
-    assert found.tokens_of_experts == (3, 9, 5, 1)
-    assert found.offsets.tolist() == [3, 7]  # at most four each
-    assert torch.equal(found.x, batch(1, 18)[:7])
-    assert found.grad.shape == (7, DIM)
+    model = Model()
+    install(model, tmp_path, capture_step=1)
+    train(model, 1, (3, 9, 5, 1))
+    kept = only(tmp_path)
+    assert (kept.w1.shape, kept.grad.shape) == ((2, HIDDEN, DIM), (7, DIM))
+    assert (kept.tokens_of_experts, kept.offsets.tolist()) == ((3, 9, 5, 1), [3, 7])  # at most four each
+    assert torch.equal(kept.x, batch(1, 18)[:7])
 
 
 def test_other_ranks_and_parts_without_experts_capture_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert capture.install(nn.Linear(2, 2), experiment(), tmp_path) == []
+    assert install(nn.Linear(2, 2), tmp_path) == []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    assert capture.install(Model(), experiment(), tmp_path) == []
+    assert install(Model(), tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -185,14 +158,18 @@ def test_what_is_no_capture_is_refused(tmp_path: Path) -> None:
     shapes = {"x": (4, 32), "w1": (2, 64, 32), "w2": (2, 32, 64), "w3": (2, 64, 16), "grad": (4, 32), "offsets": (2,)}
     made: dict[str, Any] = {name: torch.zeros(shape) for name, shape in shapes.items()}
     made |= {"layer": "layers.1", "step": 1, "arm": "a", "tokens_of_experts": (2, 2)}
-    wrong = [b"", b"not a torch file", b"PK\x03\x04 broken"]
-    for saved in ({"x": torch.ones(2)}, made | {"x": torch.ones(4)}, made | {"w1": 3}):
+    wrong = [
+        (content, "is not a capture of a moelab run") for content in (b"", b"not a torch file", b"PK\x03\x04 broken")
+    ]
+    for saved, told in (
+        ({"x": torch.ones(2)}, "is not a capture of a moelab run"),
+        (made | {"x": torch.ones(4)}, "is not a capture of a moelab run"),
+        (made | {"w1": 3}, "is not a capture of a moelab run"),
+        (made, "shapes of x, w1, w2, w3, grad, offsets do not fit"),
+    ):
         torch.save(saved, packed := io.BytesIO())
-        wrong.append(packed.getvalue())
-    for content in wrong:
+        wrong.append((packed.getvalue(), told))
+    for content, told in wrong:
         file.write_bytes(content)
-        with pytest.raises(BadInput, match="is not a capture of a moelab run"):
+        with pytest.raises(BadInput, match=told):
             read(file)
-    torch.save(made, file)
-    with pytest.raises(BadInput, match="shapes of x, w1, w2, w3, grad, offsets do not fit"):
-        read(file)

@@ -221,9 +221,7 @@ def unread(*_: object) -> None:
     raise AssertionError("the log was read")
 
 
-def test_what_a_run_saved_is_read_for_as_long_as_its_log_and_events_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_saved_results_are_read_while_all_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], math.nan], held_out=6.5)
     with run.log.open("a") as log:
         log.write(step_line(6, 6.0).replace("grad_norm:  0.2210", "grad_norm:     nan"))
@@ -243,9 +241,7 @@ EVENTS = "tb/a/events.out.tfevents.2.b"
 
 
 @pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", EVENTS, "the reader"])
-def test_saved_results_are_not_used_once_a_file_or_the_reader_is_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
+def test_saved_results_are_not_used_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
     (run.path / EVENTS).parent.mkdir(parents=True)
     (run.path / EVENTS.replace("2.b", "1.a")).touch()

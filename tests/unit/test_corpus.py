@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from moelab.titan import corpus
 
@@ -19,28 +20,22 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return corpus.prepare()
 
 
-def texts(folder: Path, split: str) -> list[str]:
-    return list(corpus.load(str(folder / f"{split}.arrow"))["text"])
+LINE = st.text(alphabet=st.characters(exclude_categories=["Cc", "Zl", "Zp"]), max_size=300)
 
 
-@given(st.text())
-def test_passages_join_to_the_document(text: str) -> None:
-    assert "".join(corpus.passages(text)) == text
-
-
-@given(st.lists(st.text(alphabet=st.characters(exclude_categories=["Cc", "Zl", "Zp"]), max_size=300), max_size=60))
-def test_a_passage_is_cut_at_the_first_line_end_past_its_length(lines: list[str]) -> None:
-    parts = list(corpus.passages("".join(f"{line}\n" for line in lines)))
+@given(st.text() | st.lists(LINE, max_size=60).map("\n".join))
+def test_passages_join_to_the_document_and_end_with_the_first_line_past_their_length(text: str) -> None:
+    parts = list(corpus.passages(text))
+    assert "".join(parts) == text
     for part in parts[:-1]:
-        assert part.endswith("\n")
-        *before, _last = part.splitlines(keepends=True)
+        *before, last = part.splitlines(keepends=True)
         assert len("".join(before)) < corpus.PASSAGE_CHARACTERS <= len(part)
+        assert last != last.splitlines()[0]  # with the end of the line
 
 
 def test_splits_have_their_sizes_and_share_no_text(prepared: Path) -> None:
-    train, held_out = (texts(prepared, split) for split in corpus.SPLITS)
-    assert not set(train) & set(held_out)  # the standard library's files do share passages
-    assert (len(set(train)), len(set(held_out))) == (len(train), len(held_out))
+    train, held_out = (list(corpus.load(str(prepared / f"{split}.arrow"))["text"]) for split in corpus.SPLITS)
+    assert len({*train, *held_out}) == len(train) + len(held_out)  # the standard library's files do share passages
     size, held_out_size = (sum(map(len, split)) for split in (train + held_out, held_out))
     assert 8e6 < size < 30e6  # 12 MB with Python 3.11
     assert 0.02 < held_out_size / size < 0.12
@@ -50,15 +45,12 @@ def test_splits_have_their_sizes_and_share_no_text(prepared: Path) -> None:
 
 
 def test_tokenizer_is_lossless_and_fits_the_vocabulary(prepared: Path) -> None:
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
     tokenizer = HuggingFaceTokenizer(tokenizer_path=str(prepared))
     text = "def f(x):\n\treturn x ** 2  # naïve 測試 🙂\n"
-    ids = tokenizer.encode(text, add_bos=True, add_eos=True)
-    assert ids[0] == tokenizer.bos_id
-    assert ids[-1] == tokenizer.eos_id
-    assert tokenizer.decode(ids[1:-1]) == text
-    assert max(ids) < tokenizer.get_vocab_size() == corpus.VOCAB_SIZE
+    first, *ids, last = tokenizer.encode(text, add_bos=True, add_eos=True)
+    assert (first, last) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.decode(ids) == text
+    assert max(first, *ids, last) < tokenizer.get_vocab_size() == corpus.VOCAB_SIZE
 
 
 def test_two_processes_at_once_make_one_corpus_the_same_as_another(

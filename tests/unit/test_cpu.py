@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+import torchtitan.tools.utils as titan_utils
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from titan_process import in_titan_process
@@ -19,17 +22,12 @@ from torchtitan.models.common.linear import Linear
 from moelab.titan import cpu
 
 
-def document_mask(positions_BL: torch.Tensor) -> object:
-    return and_masks(get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(positions_BL))
-
-
 def test_masked_sdpa_is_flex_attention() -> None:
     torch.manual_seed(0)
     # Two documents in each sequence, of other lengths.
     positions_BL = torch.stack([torch.cat([torch.arange(cut), torch.arange(256 - cut)]) for cut in (100, 30)])
-    q, k = (torch.randn(2, 256, 3, 32) for _ in range(2))
-    v = torch.randn(2, 256, 3, 48)  # MLA's values have their own size
-    mask_mod = document_mask(positions_BL)
+    mask_mod = and_masks(get_causal_mask_mod(), get_efficient_causal_mask_mod_for_packed_document(positions_BL))
+    q, k, v = (torch.randn(2, 256, 3, features) for features in (32, 32, 48))  # MLA's values have their own size
     block_mask = create_block_mask(mask_mod, 2, None, 256, 256, device="cpu")
     with pytest.warns(UserWarning, match="flex_attention called without torch.compile"):
         expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=block_mask, scale=0.2)
@@ -39,23 +37,34 @@ def test_masked_sdpa_is_flex_attention() -> None:
     torch.testing.assert_close(ours, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
-@given(st.integers(0, 70), st.integers(1, 70), st.integers(0, 70), st.booleans())
-@settings(max_examples=40, deadline=None)
-def test_fp32_product_rounds_the_exact_product_once(m: int, k: int, n: int, transposed: bool) -> None:
+sizes = st.integers(0, 70)
+
+
+@given(sizes, st.integers(1, 70), sizes, st.booleans(), st.sampled_from([torch.bfloat16, torch.float64]))
+@settings(max_examples=50, deadline=None)
+def test_fp32_product_rounds_the_exact_product_once(m: int, k: int, n: int, transposed: bool, dtype: Any) -> None:
     torch.manual_seed(m * 5041 + k * 71 + n)
-    a = torch.randn(m, k, dtype=torch.bfloat16)
-    b = torch.randn(n, k, dtype=torch.bfloat16).t() if transposed else torch.randn(k, n, dtype=torch.bfloat16)
+    a = torch.randn(m, k, dtype=dtype)
+    b = torch.randn(n, k, dtype=dtype).t() if transposed else torch.randn(k, n, dtype=dtype)
     exact = a.double() @ b.double()
     ours = cpu.fp32_product(a, b)
-    assert ours.dtype is torch.bfloat16
+    assert ours.dtype is dtype
     # Half a unit in the last place of BF16 (8 significant bits: 2^-8), and the error of an FP32 sum over k terms.
-    slack = 2.0**-8 * exact.abs() + 2.0**-22 * k * (a.double().abs() @ b.double().abs())
+    rounding, terms = (2.0**-8, 2.0**-22 * k) if dtype is torch.bfloat16 else (0.0, 2.0**-52 * k)
+    slack = rounding * exact.abs() + terms * (a.double().abs() @ b.double().abs())
     assert bool(((ours.double() - exact).abs() <= slack).all())
 
 
-def test_fp32_product_leaves_other_types_alone() -> None:
-    a, b = torch.randn(5, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
-    torch.testing.assert_close(cpu.fp32_product(a, b), a @ b, rtol=1e-15, atol=1e-15)
+def test_it_takes_the_place_of_pytorchs_products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, calls = cpu.fp32_product, []
+    monkeypatch.setattr(cpu, "fp32_product", lambda a, b: calls.append(a.dtype) or product(a, b))
+    a, out = torch.randn(8, 8).bfloat16(), torch.empty(8, 8, dtype=torch.bfloat16)
+    library = cpu.use_fp32_products_for_bf16.__wrapped__()
+    try:
+        assert torch.equal(a @ a, torch.mm(a, a, out=out))
+    finally:
+        library._destroy()
+    assert calls == [torch.bfloat16] * 2
 
 
 def test_fp32_gate_scores_in_fp32() -> None:
@@ -69,8 +78,6 @@ def test_fp32_gate_scores_in_fp32() -> None:
 
 
 def test_nothing_is_touched_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torchtitan.tools.utils as titan_utils
-
     before = titan_utils.device_type
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="hide the GPUs"):
@@ -110,7 +117,6 @@ def initial_experts(rank: int, ranks: int) -> list[list[float]]:
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from moelab.titan import cpu
     from moelab.titan.models import model_spec
 
     cpu.enable()

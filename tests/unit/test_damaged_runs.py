@@ -42,9 +42,8 @@ CONTENT: dict[str, Callable[[bytes], bytes]] = {
     "NaN": changed(lambda held: {**held, next(iter(held)): float("nan")}),
 }
 DAMAGES = (*CONTENT, "missing", "folder", "unreadable", "dangling link", "link to itself")
-JSON_FILES = (
-    *("environment.json", "launch/converted/rank0.json", "launch/dispatcher.json", "status.json", "results.json"),
-)
+RECORDS = ("launch/converted/rank0.json", "launch/dispatcher.json")
+JSON_FILES = ("environment.json", *RECORDS, "status.json", "results.json")
 EVENTS = "tb/events.out.tfevents.1.x"
 OTHER_FILES = ("launch/command.sh", "logs/train.log", "metrics.parquet", "experiment.yaml", EVENTS)
 

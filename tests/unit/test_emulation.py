@@ -30,27 +30,17 @@ from moelab.mxfp8.quantise import (
     fake_quantise_nvfp4,
     fake_quantise_rows,
     quantise,
-    quantise_fp8,
-    quantise_mxfp8,
 )
 from moelab.titan import cpu
 
-E4M3, BLOCK = torch.float8_e4m3fn, 32
-RCEIL, EMULATED = ScaleCalculationMode.RCEIL, KernelPreference.EMULATED
-
+E4M3, BLOCK, RCEIL = torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL
 GroupedMM = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Tokens, weights (G, N, K) and group ends to an output."""
 
 sizes = st.one_of(st.sampled_from([0, 1, 31, 32, 33, 64]), st.integers(0, 100))
 patterns = st.lists(sizes, min_size=1, max_size=6).filter(any)
 whole_blocks = st.lists(st.integers(0, 3).map(lambda n: 32 * n), min_size=1, max_size=6).filter(any)
 seeds = st.integers(0, 2**31)
-
-
-def torchao_round_trip(x: torch.Tensor) -> torch.Tensor:
-    """``x`` through torchao's cast, expanded as its emulated GEMM expands operands."""
-    scale, data = to_mx(x, E4M3, BLOCK, RCEIL)
-    blocks = data.unflatten(-1, (-1, BLOCK)).to(torch.bfloat16)
-    return (blocks * scale.unsqueeze(-1).to(torch.bfloat16)).flatten(-2)
 
 
 def assert_same_bits(ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -80,16 +70,31 @@ def every_amax() -> torch.Tensor:
     return torch.cat([largest[:, None], (largest[:, None].float() * factors).bfloat16()], 1)
 
 
+# --- casts -----------------------------------------------------------------------------------------------------------
+
+
+def expanded_as_torchao(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Operands as torchao's emulated GEMM expands them."""
+    blocks = data.unflatten(-1, (-1, BLOCK)).to(torch.bfloat16)
+    return (blocks * scale.unsqueeze(-1).to(torch.bfloat16)).flatten(-2)
+
+
 def assert_casts_are_torchaos(x: torch.Tensor) -> None:
-    rows, columns = torchao_round_trip(x), torchao_round_trip(x.transpose(-2, -1).contiguous())
-    assert_same_bits(fake_quantise_rows(x), rows)
-    assert_same_bits(fake_quantise_columns(x), columns)
-    for ours, reference in zip(fake_quantise_both(x), (rows, columns), strict=True):
+    casts = (to_mx(each, E4M3, BLOCK, RCEIL) for each in (x, x.transpose(-2, -1).contiguous()))
+    rows, columns = (expanded_as_torchao(data, scale) for scale, data in casts)
+    for ours, reference in zip(
+        (fake_quantise_rows(x), fake_quantise_columns(x), *fake_quantise_both(x)), (rows, columns) * 2, strict=True
+    ):
         assert_same_bits(ours, reference)
 
 
 def test_casts_are_torchaos_for_every_largest_magnitude() -> None:
-    assert_casts_are_torchaos(every_amax())
+    x = every_amax()
+    assert_casts_are_torchaos(x)
+    data, scales = quantise(x, "mxfp8")
+    torchao_scales, torchao_data = to_mx(x, E4M3, BLOCK, RCEIL)
+    assert torch.equal(scales, torchao_scales.view(torch.uint8))
+    assert torch.equal(data.view(torch.uint8), torchao_data.view(torch.uint8))
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), seeds)
@@ -98,26 +103,12 @@ def test_casts_are_torchaos_for_any_bits(batch: int, rows: int, columns: int, se
     assert_casts_are_torchaos(any_bits(batch, BLOCK * rows, BLOCK * columns, seed=seed))
 
 
-def torchao_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """torchao's row-wise cast: data and what the row was multiplied by."""
-    factor = tensor_to_scale(
-        x, E4M3, scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1, round_scales_to_power_of_2=True
-    )
-    return to_fp8_saturated(x.float() * factor, E4M3), factor
-
-
-def test_mxfp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
-    x = every_amax()
-    data, scales = quantise_mxfp8(x)
-    torchao_scales, torchao_data = to_mx(x, E4M3, BLOCK, RCEIL)
-    assert torch.equal(scales, torchao_scales.view(torch.uint8))
-    assert torch.equal(data.view(torch.uint8), torchao_data.view(torch.uint8))
-
-
 def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
     x = every_amax()
-    data, scales = quantise_fp8(x)
-    torchao_data, factor = torchao_fp8(x)
+    data, scales = quantise(x, "fp8")
+    how: dict[str, Any] = {"scaling_granularity": ScalingGranularity.AXISWISE, "axiswise_dim": -1}
+    factor = tensor_to_scale(x, E4M3, **how, round_scales_to_power_of_2=True)
+    torchao_data = to_fp8_saturated(x.float() * factor, E4M3)
     finite = x.isfinite().all(1)
     assert torch.equal(scales[finite], factor[finite].reciprocal())
     assert torch.equal(data[finite].view(torch.uint8), torchao_data[finite].view(torch.uint8))
@@ -129,33 +120,34 @@ def test_fp8_rows_are_torchaos_for_every_largest_magnitude() -> None:
 @pytest.mark.parametrize("precision", ["mxfp8", "fp8"])
 def test_casts_compiled_are_the_same(precision: Any) -> None:
     x = every_amax()[::7]
-    eager = quantise(x, precision)
     compiled = torch.compile(quantise, fullgraph=True)(x, precision)
-    for a, b in zip(eager, compiled, strict=True):
+    for a, b in zip(quantise(x, precision), compiled, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_expanded_rows_are_torchaos_for_every_scale_and_element() -> None:
     data = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(E4M3)
     scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e8m0fnu)
-    expected = data.unflatten(-1, (-1, BLOCK)).to(torch.bfloat16) * scale.unsqueeze(-1).to(torch.bfloat16)
-    assert_same_bits(expand(data, scale, "mxfp8"), expected.flatten(-2))
+    assert_same_bits(expand(data, scale, "mxfp8"), expanded_as_torchao(data, scale))
+
+
+# --- products --------------------------------------------------------------------------------------------------------
 
 
 def torchao_grouped_mm(*, wgrad: str, pad_inside: bool) -> GroupedMM:
     return lambda x, w, ends: torchao._to_mxfp8_then_scaled_grouped_mm(
         x,
-        w.transpose(-2, -1),
+        w.mT,
         ends,
-        kernel_preference=EMULATED,
+        kernel_preference=KernelPreference.EMULATED,
         wgrad_with_hp=wgrad == "bf16",
         scale_calculation_mode=RCEIL,
         pad_token_groups_for_grouped_mm=pad_inside,
     )
 
 
-def our_grouped_mm(*, wgrad: str, pad_inside: bool) -> GroupedMM:
-    return lambda x, w, ends: grouped_mm(x, w.transpose(-2, -1), ends, wgrad=wgrad, pad_inside=pad_inside)  # type: ignore[arg-type]
+def our_grouped_mm(**how: Any) -> GroupedMM:
+    return lambda x, w, ends: grouped_mm(x, w.mT, ends, **how)
 
 
 def run(
@@ -164,10 +156,7 @@ def run(
     """Output and both gradients."""
     x, weight_GNK = x.detach().requires_grad_(), weight_GNK.detach().requires_grad_()
     output = product(x, weight_GNK, ends)
-    output.backward(upstream)
-    assert x.grad is not None
-    assert weight_GNK.grad is not None
-    return output.detach(), x.grad, weight_GNK.grad
+    return output.detach(), *torch.autograd.grad(output, (x, weight_GNK), upstream)
 
 
 def operands(groups: list[int], K: int = 64, N: int = 96, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -200,23 +189,23 @@ def cpu_product(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("pad_inside", [True, False])
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
 def test_output_and_gradients_are_torchaos_to_the_bit(wgrad: str, pad_inside: bool) -> None:
-    padding: dict[str, Any] = {"wgrad": wgrad, "pad_inside": pad_inside}
-    any_size = pad_inside or wgrad == "bf16"
+    how: dict[str, Any] = {"wgrad": wgrad, "pad_inside": pad_inside}
+    groups_of = patterns if pad_inside or wgrad == "bf16" else whole_blocks
 
-    @given(patterns if any_size else whole_blocks, st.sampled_from([32, 96]), st.sampled_from([32, 64]), seeds)
+    @given(groups_of, st.sampled_from([32, 96]), st.sampled_from([32, 64]), seeds)
     @settings(max_examples=12, deadline=None)
     def equal(groups: list[int], K: int, N: int, seed: int) -> None:
-        assert_runs_equal(our_grouped_mm(**padding), torchao_grouped_mm(**padding), operands(groups, K, N, seed=seed))
+        assert_runs_equal(our_grouped_mm(**how), torchao_grouped_mm(**how), operands(groups, K, N, seed=seed))
 
     equal()
 
 
 @pytest.mark.parametrize("wgrad", ["mxfp8", "bf16"])
 def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
-    padded: dict[str, Any] = {"wgrad": wgrad, "pad_inside": True}
-    compiled = torch.compile(our_grouped_mm(**padded), fullgraph=True, dynamic=True)
+    how: dict[str, Any] = {"wgrad": wgrad, "pad_inside": True}
+    compiled = torch.compile(our_grouped_mm(**how), fullgraph=True, dynamic=True)
     for groups in ([37, 0, 1, 64], [1, 90, 3, 20]):
-        assert_runs_equal(compiled, torchao_grouped_mm(**padded), operands(groups))
+        assert_runs_equal(compiled, torchao_grouped_mm(**how), operands(groups))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +218,7 @@ def test_compiles_as_a_full_graph_with_the_same_bits(wgrad: str) -> None:
 )
 def test_dimensions_that_are_no_whole_blocks_are_named(groups: list[int], K: int, N: int, message: str) -> None:
     with pytest.raises(NotWholeBlocks, match=message):
-        run(our_grouped_mm(wgrad="mxfp8", pad_inside=False), *operands(groups, K, N))
+        run(our_grouped_mm(), *operands(groups, K, N))
 
 
 INTERPRETED = """
@@ -266,16 +255,16 @@ def torchao_nvfp4(x: torch.Tensor) -> torch.Tensor:
     return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max())).dequantize(torch.bfloat16)
 
 
-def by_group(cast: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """A cast of each expert's rows alone, one result after another."""
-    parts = [x[start:end] for start, end in itertools.pairwise([0, *ends.tolist()]) if end > start]
-    return torch.cat([cast(part.contiguous()) for part in parts])
+def rows_of(ends: torch.Tensor) -> list[slice]:
+    """Each expert's rows."""
+    return [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
 
 
 def assert_nvfp4_is_torchaos(x: torch.Tensor, ends: torch.Tensor) -> None:
-    assert_same_bits(fake_quantise_nvfp4(x, ends), by_group(torchao_nvfp4, x, ends))
-    columns = by_group(lambda part: torchao_nvfp4(part.t().contiguous()).t(), x, ends)
-    assert_same_bits(fake_quantise_nvfp4(x, ends, by_columns=True), columns.t().contiguous())
+    parts = [x[rows].contiguous() for rows in rows_of(ends) if rows.start < rows.stop]
+    assert_same_bits(fake_quantise_nvfp4(x, ends), torch.cat([torchao_nvfp4(part) for part in parts]))
+    columns = torch.cat([torchao_nvfp4(part.t().contiguous()) for part in parts], dim=1)
+    assert_same_bits(fake_quantise_nvfp4(x, ends, by_columns=True), columns)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any), st.integers(1, 4), seeds)
@@ -284,10 +273,8 @@ def test_nvfp4_is_torchaos_for_any_bits(groups: list[int], columns: int, seed: i
     """Magnitudes over 2^20 within a row, and from BF16's largest down to where torchao divides by zero."""
     x = any_bits(16 * sum(groups), 16 * columns, seed=seed)
     ends = torch.tensor(groups).cumsum(0).mul(16).to(torch.int32)
-    # Of each expert one number keeps it in the range in which torchao has an answer.
-    for start, end in itertools.pairwise([0, *ends.tolist()]):
-        if end > start:
-            x[start, 0] = 2 * NVFP4_LEAST_AMAX
+    for rows in rows_of(ends):  # one number keeps each expert in the range in which torchao has an answer
+        x[rows][:1, 0] = 2 * NVFP4_LEAST_AMAX
     assert_nvfp4_is_torchaos(x, ends)
 
 
@@ -324,26 +311,22 @@ def test_nvfp4_of_special_values() -> None:
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), st.sampled_from(["mxfp8", "bf16"]), seeds)
 @settings(max_examples=15, deadline=None)
 def test_nvfp4_products_are_those_of_torchaos_operands(groups: list[int], wgrad: str, seed: int) -> None:
-    given_operands = operands(groups, K=48, N=32, seed=seed)
-    x, weight_GNK, upstream, ends = given_operands
-    rows = [slice(start, end) for start, end in itertools.pairwise([0, *ends.tolist()])]
-    found = run(
-        lambda x, w, ends: grouped_mm(x, w.mT, ends, wgrad=wgrad, pad_inside=True, precision="nvfp4"),  # type: ignore[arg-type]
-        *given_operands,
-    )
-
-    def padded(part: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 16))
-
-    for row, weight, wgrad_NK in zip(rows, weight_GNK, found[2], strict=True):
-        if row.stop == row.start:
+    x, weight_GNK, upstream, ends = operands(groups, K=48, N=32, seed=seed)
+    product = our_grouped_mm(wgrad=wgrad, pad_inside=True, precision="nvfp4")
+    output, dgrad, wgrads = run(product, x, weight_GNK, upstream, ends)
+    cast = torchao_nvfp4 if wgrad == "mxfp8" else (lambda exact: exact)
+    for rows, weight, wgrad_NK in zip(rows_of(ends), weight_GNK, wgrads, strict=True):
+        if rows.stop == rows.start:
             assert not wgrad_NK.any()
             continue
-        mine, grad = padded(x[row]), padded(upstream[row])
-        output = torchao_nvfp4(mine).float() @ torchao_nvfp4(weight).float().T
-        dgrad = torchao_nvfp4(grad).float() @ torchao_nvfp4(weight.T.contiguous()).float().T
-        cast = torchao_nvfp4 if wgrad == "mxfp8" else (lambda exact: exact)
-        expected = cast(grad.T.contiguous()).float() @ cast(mine.T.contiguous()).float().T
-        for got, wanted in ((found[0][row], output), (found[1][row], dgrad), (wgrad_NK, expected)):
+        padding = (0, 0, 0, (rows.start - rows.stop) % 16)
+        mine, grad = (torch.nn.functional.pad(part[rows], padding) for part in (x, upstream))
+        for got, left, right in (
+            (output[rows], torchao_nvfp4(mine), torchao_nvfp4(weight)),
+            (dgrad[rows], torchao_nvfp4(grad), torchao_nvfp4(weight.T.contiguous())),
+            (wgrad_NK, cast(grad.T.contiguous()), cast(mine.T.contiguous())),
+        ):
+            expected = left.float() @ right.float().T
             # The operands are the same to the bit; sums of FP32 in another order may round to the next BF16 number.
-            torch.testing.assert_close(got.float(), wanted[: len(got)], rtol=2**-8, atol=1e-6 * wanted.abs().max())
+            tolerance = {"rtol": 2**-8, "atol": 1e-6 * expected.abs().max()}
+            torch.testing.assert_close(got.float(), expected[: len(got)], **tolerance)

@@ -223,7 +223,8 @@ def test_a_wait_explains_later_gaps_until_a_kernel_queues_again_or_the_host_does
     idle = {"idle: waiting for a synchronisation": 30, "idle: host behind": 15, "idle: between kernels": 3}
     assert parts_us(explained(tmp_path, events)) == {"other GEMMs": 272, **idle}
     events = [
-        *(launch(0, 1), kernel(GEMM, 10, 100, call=1), launch(50, 90, name="cudaStreamSynchronize", end=110)),
+        launch(50, 90, name="cudaStreamSynchronize", end=110),  # the first call of its thread
+        *(launch(0, 1) | {"tid": 2}, kernel(GEMM, 10, 100, call=1)),
         op("enumerate(DataLoader)#_It.__next__", 120, 9_000, cat="user_annotation"),
         *(launch(9_110, 2), kernel(GEMM, 9_120, 9_200, call=2)),
     ]

@@ -8,18 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pandas as pd
 import pytest
 import stand_in
 import yaml
 from filelock import FileLock
-from processes import processes
 from training_support import wait_for
 
 from moelab.errors import Refused
@@ -34,7 +35,9 @@ from moelab.runs.directory import RunDir, find
 from moelab.runs.status import RESERVE, State, Status
 
 STEPS = 4
+SHARED = {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}
 BF16, MXFP8 = {"precision": "bf16"}, {"precision": "mxfp8"}
+FULL_DISK = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
 
 
 @pytest.fixture(autouse=True)
@@ -51,22 +54,17 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,), **shared: Any) -> Study:
-    return make_study("s", {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu", **shared}, arms or [BF16], seeds)
+def study_of(*arms: dict[str, Any], seeds: tuple[int, ...] = (0,)) -> Study:
+    return make_study("s", SHARED, arms or [BF16], seeds)
 
 
 def launch(
-    runs: Path, plan: Study, behaviours: dict[str, str] | None = None, **options: Any
+    runs: Path, study: Study, behaviours: dict[str, str] | None = None, **options: Any
 ) -> tuple[StudyRun, list[str]]:
-    said: list[str] = []
+    """What became of a study whose runs behave so, and the lines of progress."""
+    lines: list[str] = []
     stand_in.install(behaviours)
-    return run_study(plan, runs, say=said.append, **options), said
-
-
-def launch_one(runs: Path, behaviour: str, *, precision: str = "bf16") -> RunDir:
-    done, _ = launch(runs, study_of({"precision": precision}), {f"{precision}_standard/seed0": behaviour})
-    assert done.trained == 1
-    return done.runs[0]
+    return run_study(study, runs, say=lines.append, **options), lines
 
 
 def launch_until_loss(runs: Path, behaviour: str, error: BaseException) -> None:
@@ -84,18 +82,22 @@ def states(done: StudyRun) -> list[str]:
     return [run.status.state.value for run in done.runs]
 
 
+def end_of(run: RunDir) -> tuple[State, str | None]:
+    return run.status.state, run.status.reason
+
+
 def logged_steps(run: RunDir) -> list[int]:
     return pd.read_parquet(run.path / "metrics.parquet")["step"].tolist()
 
 
-# Ends
-
-
-def test_a_run_that_completes(runs: Path) -> None:
-    done, said = launch(runs, study_of(BF16, MXFP8))
+def test_a_run_that_completes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs.mkdir()
+    monkeypatch.chdir(runs)  # the folder of runs may be given relative to where one is
+    done, lines = launch(Path(), study_of(BF16, MXFP8))
     assert states(done) == ["completed", "completed"]
     assert (done.trained, done.failed) == (2, ())
     run = done.runs[1]
+    assert run.path.is_relative_to(runs / "s")
     assert (run.status.exit_code, run.status.reason, run.status.attempts) == (0, None, 1)
     assert logged_steps(run) == [1, 2, 3, 4]
     results = json.loads((run.path / "results.json").read_text())
@@ -104,28 +106,28 @@ def test_a_run_that_completes(runs: Path) -> None:
     assert results["mxfp8"] == {"kernels": "emulated", "modules": ["layers.1.moe.experts"]}
     assert "stand_in.py train" in (run.path / "launch" / "command.sh").read_text()
     assert not (run.path / RESERVE).exists()
-    assert said[0] == "s | bf16_standard | seed 0 | step 0/4 | starting"
-    assert said[-1] == "s | mxfp8_standard | seed 0 | step 4/4 | completed"
+    assert lines[0] == "s | bf16_standard | seed 0 | step 0/4 | starting"
+    assert lines[-1] == "s | mxfp8_standard | seed 0 | step 4/4 | completed"
 
 
-FAILURES = {
-    "die": ("rank 1: ValueError: the vocabulary is too small", 2),
-    "rank_killed": ("rank 1: killed by SIGKILL (often the system running out of memory)", 2),
-    "nan": ("rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 2),
-    "nan_unseen": ("loss is nan at step 4 (segment 0)", 4),
-    "short": ("training ended at step 2 of 4", 2),
-    "wordless": ("torchrun ended with exit code 7; see train.log", 0),
-    "torn": ("torchrun ended with exit code 1; see train.log", 1),
-    "torchrun_killed": ("torchrun ended with exit code -9; see train.log", 2),
-    "unconverted": ("precision is mxfp8, but no module was converted", 4),
-}
-
-
-@pytest.mark.parametrize("behaviour", FAILURES)
-def test_a_run_that_fails_says_why_and_keeps_its_steps(runs: Path, behaviour: str) -> None:
-    reason, last_step = FAILURES[behaviour]
-    run = launch_one(runs, behaviour, precision="mxfp8" if behaviour == "unconverted" else "bf16")
-    assert (run.status.state, run.status.reason) == (State.FAILED, reason)
+@pytest.mark.parametrize(
+    ("behaviour", "reason", "last_step"),
+    [
+        ("die", "rank 1: ValueError: the vocabulary is too small", 2),
+        ("rank_killed", "rank 1: killed by SIGKILL (often the system running out of memory)", 2),
+        ("nan", "rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 2),
+        ("nan_unseen", "loss is nan at step 4 (segment 0)", 4),
+        ("short", "training ended at step 2 of 4", 2),
+        ("wordless", "torchrun ended with exit code 7; see train.log", 0),
+        ("torn", "torchrun ended with exit code 1; see train.log", 1),
+        ("torchrun_killed", "torchrun ended with exit code -9; see train.log", 2),
+        ("unconverted", "precision is mxfp8, but no module was converted", 4),
+    ],
+)
+def test_a_run_that_fails_says_why_and_keeps_its_steps(runs: Path, behaviour: str, reason: str, last_step: int) -> None:
+    done, _ = launch(runs, study_of(MXFP8), {"mxfp8_standard/seed0": behaviour})
+    (run,) = done.runs
+    assert end_of(run) == (State.FAILED, reason)
     assert logged_steps(run) == list(range(1, last_step + 1))
     results = json.loads((run.path / "results.json").read_text())
     assert (results["status"], results["reason"], results["steps"]) == ("failed", reason, last_step)
@@ -135,8 +137,7 @@ def test_errors_of_the_launcher_itself_leave_nothing_running(runs: Path, monkeyp
     with pytest.raises(ZeroDivisionError):
         launch_until_loss(runs, "hang", ZeroDivisionError("in the display"))
     (run,) = find(runs)
-    assert run.status.state is State.FAILED
-    assert run.status.reason == "the launcher failed: ZeroDivisionError('in the display')"
+    assert end_of(run) == (State.FAILED, "the launcher failed: ZeroDivisionError('in the display')")
     assert logged_steps(run) == [1, 2]
     missing = local.Command(arguments=["/no/such"], variables={"MOELAB_EXPERIMENT": str(runs)})
     monkeypatch.setattr(local, "command", lambda *_: missing)
@@ -145,87 +146,84 @@ def test_errors_of_the_launcher_itself_leave_nothing_running(runs: Path, monkeyp
     assert "No such file or directory: '/no/such'" in (done.runs[0].status.reason or "")
 
 
-# A study
-
-
 def test_only_what_is_missing_is_trained(runs: Path) -> None:
-    plan, dies = study_of(BF16, MXFP8, seeds=(0, 1)), {"mxfp8_standard/seed0": "die"}
-    stopped, said = launch(runs, plan, dies, on_failure="stop")
+    study, dies = study_of(BF16, MXFP8, seeds=(0, 1)), {"mxfp8_standard/seed0": "die"}
+    stopped, lines = launch(runs, study, dies, on_failure="stop")
     assert states(stopped) == ["completed", "failed"]
-    assert said[-1].endswith("| failed: rank 1: ValueError: the vocabulary is too small")
-    assert states(launch(runs, plan, dies)[0]) == ["completed", "failed", "completed", "completed"]
-    done, said = launch(runs, plan)
+    assert lines[-1].endswith("| failed: rank 1: ValueError: the vocabulary is too small")
+    assert states(launch(runs, study, dies)[0]) == ["completed", "failed", "completed", "completed"]
+    done, lines = launch(runs, study)
     assert (done.trained, states(done)) == (1, ["completed"] * 4)
-    assert [line for line in said if line.endswith("starting")] == ["s | mxfp8_standard | seed 0 | step 0/4 | starting"]
+    assert [line for line in lines if line.endswith("starting")] == [
+        "s | mxfp8_standard | seed 0 | step 0/4 | starting"
+    ]
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
-    idle, said = launch(runs, plan, dict.fromkeys(("bf16_standard/seed0", "mxfp8_standard/seed0"), "die"))
-    assert (idle.trained, said, idle.runs) == (0, [], done.runs)
+    idle, lines = launch(runs, study, dict.fromkeys(("bf16_standard/seed0", "mxfp8_standard/seed0"), "die"))
+    assert (idle.trained, lines, idle.runs) == (0, [], done.runs)
     after = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
-    assert after.keys() == before.keys()
-    assert {path.name for path in after if after[path] != before[path]} <= {".launcher.lock"}
-
-
-def test_what_the_machine_cannot_run_is_refused_before_anything_starts(runs: Path) -> None:
-    stand_in.install()
-    with pytest.raises(Refused, match="fp8_standard: precision is fp8: FP8 grouped GEMMs need") as refused:
-        run_study(study_of(BF16, {"precision": "fp8"}), runs)
-    assert refused.value.exit_code == 3
-    assert not runs.exists()
+    assert {path.name for path, _ in after.items() ^ before.items()} <= {".launcher.lock"}
 
 
 def test_a_second_launcher_is_refused(runs: Path) -> None:
-    stand_in.install()
     (runs / "s").mkdir(parents=True)
-    with (
-        FileLock(runs / "s" / ".launcher.lock"),
-        pytest.raises(Refused, match="another process is launching study 's'"),
-    ):
-        run_study(study_of(), runs)
+    another = pytest.raises(Refused, match="another process is launching study 's'")
+    with FileLock(runs / "s" / ".launcher.lock"), another:
+        launch(runs, study_of())
     assert list(find(runs)) == []
-    assert states(run_study(study_of(), runs, say=lambda line: None)) == ["completed"]
+    assert states(launch(runs, study_of())[0]) == ["completed"]
 
 
 def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
-    plan = study_of(seeds=(0, 1))
-    running = directory.create(runs, plan.experiments[0])
+    study = study_of(seeds=(0, 1))
+    running = directory.create(runs, study.experiments[0])
     running.log.write_text(stand_in.step_line(1, 8.0))
     running.set_status(Status(state=State.RUNNING, attempts=1))
-    of_another_field = directory.create(runs, plan.experiments[0].model_copy(update={"steps": 9}))
-    unreadable = directory.create(runs, plan.experiments[1])
+    of_another_field = directory.create(runs, study.experiments[0].model_copy(update={"steps": 9}))
+    unreadable, job = (directory.create(runs, study.experiments[1]) for _ in range(2))
     (unreadable.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
-    job = directory.create(runs, plan.experiments[1])
     job.set_status(Status(state=State.SUBMITTED, job_id="17"))
-    done, lines = launch(runs, plan)
+    # What a killed torchrun left of the first run, and a process whose variable names no run.
+    orphan, another = (
+        subprocess.Popen(["sleep", "60"], start_new_session=True, env={"MOELAB_EXPERIMENT": str(path)})
+        for path in (running.path / "experiment.yaml", runs)
+    )
+    done, lines = launch(runs, study)
+    assert (orphan.wait(1), another.poll()) == (-signal.SIGKILL, None)
+    another.kill()
+    another.wait()
     assert (done.trained, states(done)) == (2, ["completed", "completed"])
     for run in (running, of_another_field, unreadable):
-        assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
+        assert end_of(run) == (State.FAILED, "the launcher was killed")
     assert logged_steps(running) == [1]
     assert job.status.state is State.SUBMITTED
     assert [one.run for one in done.discovered.left_out] == [unreadable]
     assert lines[0] == f"{unreadable.name}: left out: {done.discovered.left_out[0].reason}"
+    assert lines[1:3] == [
+        "ended 1 processes that a killed launcher left behind",
+        "s | bf16_standard | seed 0 | step 0/4 | starting",
+    ]
 
 
 def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -> None:
-    plan = study_of(BF16, MXFP8)
-    done, _ = launch(runs, plan)
-    whole = done.runs[0].path / "status.json"
-    for content, told in ((b'{"state": "comp', "is damaged: Invalid JSON"), (None, "cannot be read: No such file")):
-        whole.unlink() if content is None else whole.write_bytes(content)
+    study = study_of(BF16, MXFP8)
+    done, _ = launch(runs, study)
+    status = done.runs[0].path / "status.json"
+    for content, fault in (("{", "is damaged: Invalid JSON"), (None, "cannot be read: No such file")):
+        status.unlink() if content is None else status.write_text(content)
         with pytest.raises(Refused) as refused:
-            run_study(plan, runs)
-        assert f"{done.runs[0].name}: it is unknown how it ended (status.json {told}" in str(refused.value)
+            run_study(study, runs)
+        assert f"{done.runs[0].name}: it is unknown how it ended (status.json {fault}" in str(refused.value)
         assert f"it has {STEPS} of {STEPS} steps" in str(refused.value)
         assert len(find(runs)) == 2
-        assert content is None or whole.read_bytes() == content
-    whole.write_text('{"state": "completed"}')  # as the refusal says
-    assert launch(runs, plan)[0].trained == 0
-    whole.write_text("{")
+    status.write_text('{"state": "completed"}')  # as the refusal says
+    assert launch(runs, study)[0].trained == 0
+    beside = directory.create(runs, study.experiments[0]).path / "status.json"
+    beside.write_text("{")  # beside a completed one it is nobody's loss
+    assert launch(runs, study)[0].trained == 0
+    assert beside.read_text() == "{"
     done.runs[0].path.rename(runs / "put aside")
-    assert launch(runs, plan)[0].trained == 1
-    whole = directory.create(runs, plan.experiments[0]).path / "status.json"
-    whole.write_text("{")  # beside a completed one it is nobody's loss
-    assert launch(runs, plan)[0].trained == 0
-    assert whole.read_text() == "{"
+    beside.parent.rename(runs / "put aside, too")
+    assert launch(runs, study)[0].trained == 1
 
 
 # Interruptions
@@ -239,112 +237,81 @@ def test_ranks_that_do_not_end_when_asked_to_are_killed(runs: Path, monkeypatch:
     assert [run.status.state for run in find(runs)] == [State.CANCELLED]
 
 
-def start_moelab(tmp_path: Path, behaviours: dict[str, str], *options: str) -> subprocess.Popen[str]:
-    file = tmp_path / "study.yaml"
-    shared = {"steps": STEPS, "warmup_steps": 0, "hardware": "cpu"}
-    file.write_text(yaml.safe_dump({"study": "s", "experiment": shared, "arms": [BF16], "seeds": [0]}))
-    command = [sys.executable, stand_in.__file__, "moelab", json.dumps(behaviours), "run", str(file), *options]
-    command += ["--runs", str(tmp_path / "runs"), "--json"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_signal_to_moelab_run(tmp_path: Path, runs: Path, number: signal.Signals) -> None:
-    process = start_moelab(tmp_path, {"bf16_standard/seed0": "hang"})
+def start_moelab(runs: Path) -> subprocess.Popen[str]:
+    """``moelab run`` of one run, once that has logged two steps and has torchrun and two ranks."""
+    file = runs.parent / "study.yaml"
+    file.write_text(yaml.safe_dump({"study": "s", "experiment": SHARED, "arms": [BF16], "seeds": [0]}))
+    behaviours = json.dumps({"bf16_standard/seed0": "hang"})
+    command = [sys.executable, stand_in.__file__, "moelab", behaviours, "run", str(file), f"--runs={runs}", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
     assert len(stand_in.processes_of(runs)) == 3
-    assert [status.state for status in refresh(find(runs))] == [State.RUNNING]
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_moelab_run_is_interrupted(runs: Path, number: signal.Signals) -> None:
+    process = start_moelab(runs)
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    wait_for(lambda: not stand_in.processes_of(runs), 10)
+    assert (process.returncode, out) == (1, "")
+    assert err.splitlines()[-1] == "moelab: interrupted; what was finished is kept"
     (run,) = find(runs)
-    assert out == ""
-    if number is signal.SIGKILL:
-        status = run.status
-        run.set_status(replace(status, boot_id="of another machine"))
-        assert refresh([run])[0].state is State.RUNNING  # where its launcher may live
-        run.set_status(status)
-        assert refresh([run])[0].reason == "the launcher was killed"
-        done, _ = launch(runs, study_of())
-        assert (done.trained, states(done)) == (1, ["completed"])
-        assert (run.status.state, run.status.reason) == (State.FAILED, "the launcher was killed")
-    else:
-        assert process.returncode == 1
-        assert err.splitlines()[-1] == "moelab: interrupted; what was finished is kept"
-        assert (run.status.state, run.status.reason) == (State.CANCELLED, "interrupted by the user")
+    assert end_of(run) == (State.CANCELLED, "interrupted by the user")
+    assert logged_steps(run) == [1, 2]
+    assert stand_in.processes_of(runs) == []
+
+
+def test_moelab_run_is_killed(runs: Path) -> None:
+    process = start_moelab(runs)
+    (run,) = find(runs)
+    assert refresh([run])[0].state is State.RUNNING
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not stand_in.processes_of(runs), 10)
+    run.set_status(replace(status := run.status, boot_id="of another machine"))
+    assert refresh([run])[0].state is State.RUNNING  # where its launcher may live
+    run.set_status(status)
+    assert refresh([run])[0].reason == "the launcher was killed"
     assert logged_steps(run) == [1, 2]
 
 
-def test_what_a_killed_launcher_and_torchrun_left_is_ended_before_the_next_run_trains(
-    tmp_path: Path, runs: Path
-) -> None:
-    process = start_moelab(tmp_path, {"bf16_standard/seed0": "stubborn"})
-    wait_for(lambda: any("step:  2" in run.log.read_text() for run in find(runs) if run.log.exists()))
-    mine = stand_in.processes_of(runs)
-    (torchrun,) = (one for one, line, _ in processes() if one in mine and "stubborn" in line)
-    process.kill()
-    os.kill(torchrun, signal.SIGKILL)
-    process.communicate()
-    left = set(stand_in.processes_of(runs)) - {torchrun}
-    assert len(left) == 2
-    with subprocess.Popen(["sleep", "60"], start_new_session=True, env={"MOELAB_EXPERIMENT": str(runs)}) as another:
-        at_start: list[set[int]] = []
-
-        def say(line: str) -> None:
-            lines.append(line)
-            at_start.extend([left & set(stand_in.processes_of(runs))] * line.endswith("starting"))
-
-        lines: list[str] = []
-        stand_in.install()
-        run_study(study_of(), runs, say=say)
-        assert another.poll() is None  # not a process of an orphaned run
-        another.kill()
-    assert (lines[0], at_start) == ("ended 2 processes that a killed launcher left behind", [set()])
-
-
-RANKS = """
-import os, signal, sys, time
+RANK = """
+import os, sys, time
 from moelab.machine import end_with_torchrun
 
-def ranks(torchrun_lives):
-    reads, writes = os.pipe()
-    if not (torchrun := os.fork()):
-        parent = os.getpid()
-        if os.fork():
-            time.sleep(60 * torchrun_lives)
-            os._exit(0)
-        while not torchrun_lives and os.getppid() == parent:
-            time.sleep(0.01)
-        try:
-            end_with_torchrun()
-            os.write(writes, b"trains")
-            time.sleep(20)
-        except SystemExit as error:
-            os.write(writes, str(error).encode())
-        os._exit(0)
-    os.close(writes)
-    return torchrun, reads
-
-torchrun, reads = ranks(torchrun_lives=True)
-print(os.read(reads, 99).decode())
-killed = time.monotonic()
-os.kill(torchrun, signal.SIGKILL)
-print(os.read(reads, 99).decode(), time.monotonic() - killed < 10)
-print(os.read(ranks(torchrun_lives=False)[1], 99).decode())
+torchrun, lives_s = os.getpid(), float(sys.argv[1])
+if os.fork():
+    time.sleep(lives_s)
+    os._exit(0)
+while not lives_s and os.getppid() == torchrun:
+    time.sleep(0.01)
+end_with_torchrun()
+print("trains", flush=True)
+time.sleep(20)
 """
 
 
 def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp_path: Path) -> None:
     """Whoever is then its parent does not carry the run's variables."""
-    variables = {**os.environ, "MOELAB_EXPERIMENT": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", RANKS], capture_output=True, text=True, env=variables, check=False)
-    assert done.stdout.splitlines() == ["trains", " True", "moelab: torchrun has died; a rank does not train on alone"]
+
+    def torchrun(lives_s: str) -> subprocess.Popen[str]:
+        command, variables = [sys.executable, "-c", RANK, lives_s], {**os.environ, "MOELAB_EXPERIMENT": str(tmp_path)}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables)
+
+    with torchrun("60") as living:
+        assert living.stdout is not None
+        assert living.stdout.readline() == "trains\n"
+        killed = time.monotonic()
+        living.kill()
+        assert living.stdout.read() == ""  # which ends with the last process that could write
+        assert time.monotonic() - killed < 10
+    assert torchrun("0").communicate()[0] == "moelab: torchrun has died; a rank does not train on alone\n"
 
 
 def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> None:
     """A line that it was writing is there once and whole; one that a rank was writing is not."""
-    (experiment,) = study_of().experiments
-    run = directory.create(runs, experiment)
+    run = directory.create(runs, study_of().experiments[0])
     step = [stand_in.step_line(number, 8.0 - number).removeprefix("[rank0]:") for number in range(1, 5)]
     files = {0: ["hello\n", *step[:3], "hello\n", step[3][:70]], 1: ["hello\n", "\n", "world\n"]}
     for rank, lines in files.items():
@@ -365,56 +332,38 @@ def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> No
 # A full disk
 
 
-def full_disk(*_: object, **__: object) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("name", ["environment.json", "command.sh"])
-def test_a_disk_that_is_full_before_the_ranks_start(runs: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for function in ("write_json", "write_whole"):
-        write = getattr(local, function)
-        monkeypatch.setattr(local, function, lambda p, c, w=write: full_disk() if p.name == name else w(p, c))
+@pytest.mark.parametrize("writes", ["write_json", "write_whole"])
+def test_a_disk_that_is_full_before_the_ranks_start(runs: Path, monkeypatch: pytest.MonkeyPatch, writes: str) -> None:
+    monkeypatch.setattr(local, writes, FULL_DISK)
     done, _ = launch(runs, study_of(BF16, MXFP8))
-    assert states(done) == ["failed", "failed"]
-    assert done.runs[0].status.reason == "the launcher failed: [Errno 28] No space left on device"
+    assert [end_of(run) for run in done.runs] == [
+        (State.FAILED, "the launcher failed: [Errno 28] No space left on device")
+    ] * 2
     assert not (done.runs[0].path / RESERVE).exists()
 
 
-def test_a_disk_that_fills_while_ranks_train(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([2**40] * 12)
+def test_a_disk_without_space_is_refused_and_one_that_fills_ends_the_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason, free = "no disk space: the file system of the runs has 0.0 MiB free", iter([0] + [2**40] * 12)
     monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=next(free, 0)))
-    run = launch_one(runs, "hang")
-    assert run.status.state is State.FAILED
-    assert (run.status.reason or "").startswith("no disk space: the file system of the runs has 0.0 MiB free")
+    with pytest.raises(Refused, match=reason):
+        launch(runs, study_of())
+    assert list(find(runs)) == []
+    done, _ = launch(runs, study_of(), {"bf16_standard/seed0": "hang"})
+    assert states(done) == ["failed"]
+    assert (done.runs[0].status.reason or "").startswith(reason)
     assert stand_in.processes_of(runs) == []
 
 
-def test_a_disk_without_space_is_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    with pytest.raises(Refused, match="no disk space"):
-        launch(runs, study_of())
-    assert list(find(runs)) == []
-
-
 def test_results_that_cannot_be_written_do_not_undo_the_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelab.runs.collect.write_whole", full_disk)
+    monkeypatch.setattr("moelab.runs.collect.write_whole", FULL_DISK)
     done, _ = launch(runs, study_of())
     assert states(done) == ["completed"]
     assert not (done.runs[0].path / "metrics.parquet").exists()
     (collected,) = collect(done.runs[0].path)
     assert collected.finished
     assert collected.rows["step"].tolist() == [1, 2, 3, 4]
-
-
-def test_the_study_is_looked_at_from_any_folder(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs.mkdir()
-    monkeypatch.chdir(runs)
-    done, _ = launch(Path(), study_of())
-    assert done.runs[0].path.is_relative_to(runs)
-    assert [path.name for path in runs.iterdir()] == ["s"]
-
-
-# Data
 
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
@@ -425,13 +374,11 @@ def test_a_hub_that_cannot_be_reached_is_a_refusal(endpoint: str, monkeypatch: p
         local.stage_data(Experiment(dataset="c4"))
 
 
-# The line about a study that trains, on a clock that the test turns
-
-
 def test_a_line_says_where_a_study_is_and_what_is_left_at_a_steady_pace() -> None:
+    """On a clock that the test turns."""
+    now, lines = [0.0], list[str]()
     study = make_study("s", {"steps": 10}, [BF16, MXFP8], [0, 1])
-    now, said = [0.0], list[str]()
-    progress = Progress(study, [3], said.append, interval_s=0.0, clock=lambda: now[0])
+    progress = Progress(study, [3], lines.append, clock=lambda: now[0])
 
     def train(index: int, *, start_s: float, step_s: float, steps: int = 10) -> None:
         progress.start(index)
@@ -440,24 +387,17 @@ def test_a_line_says_where_a_study_is_and_what_is_left_at_a_steady_pace() -> Non
             now[0] += step_s
             progress.row({"step": step, "loss": 8.0 - step / 10, "tps": 1234.5})
 
-    train(0, start_s=10, step_s=2, steps=3)
-    assert said[0] == "s | bf16_standard | seed 0 | step 0/10 | starting"
-    assert said[1] == "s | bf16_standard | seed 0 | step 1/10 | loss 7.900 | 1,234 tokens/s per rank"
-    # 7 steps of 2 s are left here, and two runs of 12 s start-up and 10 steps of 2 s: 14 + 2 × 32.
-    assert said[-1].endswith("| about 1 min 18 s left")
+    train(0, start_s=10.25, step_s=2.5, steps=5)
+    assert lines == [
+        "s | bf16_standard | seed 0 | step 0/10 | starting",
+        "s | bf16_standard | seed 0 | step 1/10 | loss 7.900 | 1,234 tokens/s per rank",
+        # Lines are five seconds apart. 7 steps of 2.5 s are left, and two runs of 12.75 s start-up and 10 such steps.
+        "s | bf16_standard | seed 0 | step 3/10 | loss 7.700 | 1,234 tokens/s per rank | about 1 min 33 s left",
+        "s | bf16_standard | seed 0 | step 5/10 | loss 7.500 | 1,234 tokens/s per rank | about 1 min 28 s left",
+    ]
     progress.end("failed: x")
-    assert said[-1] == "s | bf16_standard | seed 0 | step 3/10 | failed: x"
+    assert lines[-1] == "s | bf16_standard | seed 0 | step 5/10 | failed: x"
     train(1, start_s=10, step_s=3)
     progress.end("completed")
-    train(2, start_s=10, step_s=1, steps=2)
-    assert said[-1].endswith("| about 8 s left")  # 8 steps of 1 s: the fourth run was finished before
-
-
-def test_lines_keep_their_distance() -> None:
-    now, said = [0.0], list[str]()
-    progress = Progress(make_study("s", {"steps": 10}, [BF16], [0]), (), said.append, clock=lambda: now[0])
-    progress.start(0)
-    for step in range(1, 11):
-        now[0] += 1.0
-        progress.row({"step": step, "loss": 8.0, "tps": 1234.5})
-    assert [line.split(" | ")[3] for line in said] == ["step 0/10", "step 1/10", "step 6/10"]
+    train(2, start_s=10, step_s=5, steps=2)
+    assert lines[-1].endswith("| about 40 s left")  # 8 steps of 5 s: the fourth run was finished before

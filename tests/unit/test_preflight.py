@@ -22,7 +22,7 @@ from moelab.experiment_file import Study, read_study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
-from moelab.health.preflight import compare, node_script
+from moelab.health.preflight import Preflight, compare, node_script
 from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
@@ -112,11 +112,14 @@ def test_what_nodes_report_is_held_against_each_other(
     assert "; ".join(f"{name}: {words}" for name, words in faults(found).items()) == expected
 
 
-def test_deepep_counts_where_an_arm_needs_it() -> None:
+def test_deepep_counts_where_an_arm_needs_it_and_many_nodes_are_counted() -> None:
     two = reports(n1={"deepep": [BUILD, NO_GIN]}, n3=GONE)
     assert faults(compare(two, B200, nodes=4, deepep=False)) == {}
     expected = {"DeepEP on n1: GIN": "not available", "DeepEP on n3: DeepEP": "not installed"}
     assert faults(compare(two, B200, nodes=4, deepep=True)) == expected
+    twelve = [{**one, "node": f"n{place}", "open_files": 1024} for place, one in enumerate(3 * reports())]
+    many = {"open files": "n0, n1, n2, n3, n4, n5, n6, n7 and 4 more: 1024"}
+    assert faults(compare(twelve, B200, nodes=12, deepep=False)) == many
     nowhere = compare(reports(**dict.fromkeys(NODES, GONE)), B200, nodes=4, deepep=True)
     assert faults(nowhere) == {"DeepEP on all nodes: DeepEP": "not installed"}
     assert {one.name: one.found for one in compare(reports(), B200, nodes=4, deepep=True)} == {
@@ -272,6 +275,11 @@ def test_what_a_node_runs_is_set_up_as_a_job_is_and_quotes_all(file: str, value:
     assert lines[0] == "set -eo pipefail"
     assert lines[-2] == "ulimit -l unlimited || true"
     assert shlex.split(lines[-1])[-1] == f"--sees={value}"
+
+
+def test_a_fault_of_the_nodes_alone_is_1() -> None:
+    nodes = compare(reports(n0={"write_problem": "OSError: Disk quota"}), B200, nodes=4, deepep=False)
+    assert Preflight(study=(), here=(), nodes=nodes).exit_code == 1
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

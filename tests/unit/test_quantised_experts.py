@@ -27,24 +27,15 @@ RCEIL = ScaleCalculationMode.RCEIL
 GROUPS = [64, 0, 32, 96]  # rows of each expert, padded as a dispatcher pads them
 ENDS = torch.tensor(GROUPS).cumsum(0).to(torch.int32)
 DIM, HIDDEN = 64, 96
-SETTINGS: dict[str, Any] = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": len(GROUPS)}
 
 
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8)
 
 
-def operands(
-    precision: Any,
-    seed: int = 0,
-    groups: list[int] = GROUPS,
-    *,
-    arrived: bool = True,
-    dim: int = DIM,
-    hidden: int = HIDDEN,
-) -> tuple[Any, Tensor, list[Tensor], Tensor, Tensor]:
-    """Rows (quantised, or BF16), where their gradient arrives, w1, w3 and w2, scores, and an upstream gradient."""
-    torch.manual_seed(seed)
+def operands(precision: Any, arrived: bool, *, dim: int = DIM, hidden: int = HIDDEN, groups: list[int] = GROUPS) -> Any:
+    """Rows (quantised, or BF16); where their gradient arrives, w1, w3, w2 and scores; an upstream gradient."""
+    torch.manual_seed(0)
     x = torch.randn(sum(groups), dim).bfloat16()
     x[60:64] = 0  # padding
     rows: Any = x.requires_grad_()
@@ -53,54 +44,47 @@ def operands(
     sizes = ((hidden, dim), (hidden, dim), (dim, hidden))
     weights = [(torch.randn(len(groups), *size) / 8).bfloat16().requires_grad_() for size in sizes]
     scores = torch.rand(len(x)).requires_grad_()
-    return rows, rows[0] if arrived else rows, weights, scores, torch.randn(len(x), dim).bfloat16()
+    return rows, [rows[0] if arrived else rows, *weights, scores], torch.randn(len(x), dim).bfloat16()
 
 
-def run(arithmetic: str, function: Callable[..., Any] = expert_rows, *, arrived: bool = True) -> list[Tensor]:
+def run(arithmetic: str, arrived: bool = True, function: Callable[..., Any] = expert_rows) -> list[Tensor]:
     """The output and the gradients of the rows, of w1, w3 and w2, and of the scores."""
-    rows, into, weights, scores, upstream = operands(arithmetic.partition("_")[0], arrived=arrived)
-    output = function(rows, *weights, ENDS, scores, arithmetic)
-    output.backward(upstream)
-    return [output.detach(), *(tensor.grad for tensor in (into, *weights, scores))]  # type: ignore[misc]
+    rows, inputs, upstream = operands(arithmetic.partition("_")[0], arrived)
+    output = function(rows, *inputs[1:4], ENDS, inputs[4], arithmetic)
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
 
 
-def exact(precision: Any, *, arrived: bool) -> list[Tensor]:
+def exact(precision: Any, arrived: bool) -> list[Tensor]:
     """As :func:`run`, in float64 from the rows as they came, nothing else quantised."""
-    rows, _, weights, scores, upstream = operands(precision, arrived=arrived)
-    x = (expand(rows.data_RD, rows.scales_RS, precision) if arrived else rows).detach().double().requires_grad_()
-    w1, w3, w2 = wide = [weight.detach().double().requires_grad_() for weight in weights]
-    s = scores.detach().double().requires_grad_()
+    rows, (_, *others), upstream = operands(precision, arrived)
+    came = expand(rows.data_RD, rows.scales_RS, precision) if arrived else rows
+    inputs = x, w1, w3, w2, s = [tensor.detach().double().requires_grad_() for tensor in (came, *others)]
     of_experts = [slice(end - size, end) for size, end in zip(GROUPS, ENDS.tolist(), strict=True)]
     hidden = [F.silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T) * s[r, None] for e, r in enumerate(of_experts)]
     output = torch.cat([h @ w.T for h, w in zip(hidden, w2, strict=True)])
-    output.backward(upstream.double())
-    return [output.detach(), *(tensor.grad for tensor in (x, *wide, s))]  # type: ignore[misc]
-
-
-def errors(arithmetic: str, *, arrived: bool = True) -> list[float]:
-    pairs = zip(run(arithmetic, arrived=arrived), exact(arithmetic.partition("_")[0], arrived=arrived), strict=True)
-    return [float((ours.double() - right).norm() / right.norm()) for ours, right in pairs]
+    return [output.detach(), *torch.autograd.grad(output, inputs, upstream.double())]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
-@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
-def test_experts_are_near_exact_ones(arithmetic: str, arrived: bool) -> None:
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8"])
+def test_experts_are_near_exact_ones_and_traced_as_one_graph_the_same(precision: str, arrived: bool) -> None:
     """E4M3 rounds by up to 1/16; over a sum of products of two such the errors are a few per cent."""
-    # Nothing at all would mean that nothing was quantised.
-    assert all(0.01 < error < 0.09 for error in errors(arithmetic, arrived=arrived))
-
-
-def test_wgrad_in_fp8_adds_less_than_the_products_before_it() -> None:
-    """A scale of a row belongs to either factor of an outer product, so its rows need no second rounding."""
-    for bf16, fp8 in zip(errors("fp8")[2:5], errors("fp8_wgrad_fp8")[2:5], strict=True):
-        assert bf16 < fp8 < bf16 + 0.02
-
-
-@pytest.mark.parametrize("arithmetic", ["mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
-def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
+    right, errors = exact(precision, arrived), {}
     traced = torch.compile(expert_rows, fullgraph=True, backend="aot_eager")
-    for a, b in zip(run(arithmetic), run(arithmetic, traced), strict=True):
-        assert torch.equal(a, b)
+    first = {"mxfp8": "mxfp8_emulated", "fp8": "fp8"}[precision]
+    for arithmetic in (first, f"{first}_wgrad_{precision}"):
+        ours = run(arithmetic, arrived)
+        pairs = zip(ours, right, strict=True)
+        errors[arithmetic] = [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
+        # Nothing at all would mean that nothing was quantised.
+        assert all(0.01 < error < 0.09 for error in errors[arithmetic]), errors
+        if arrived:
+            for one, other in zip(ours, run(arithmetic, arrived, traced), strict=True):
+                assert torch.equal(one, other)
+    # For FP8, the scale of a row belongs to either factor of an outer product: its rows need no second rounding.
+    more = 0.02 if precision == "fp8" else 0.09
+    for bf16, low in zip(*(of[2:5] for of in errors.values()), strict=True):
+        assert bf16 < low < bf16 + more, errors
 
 
 @pytest.mark.parametrize(
@@ -112,15 +96,33 @@ def test_experts_traced_as_one_graph_are_the_same(arithmetic: str) -> None:
     ],
 )
 def test_modules_take_either_kind_of_row(parent: Any, precision: Any, settings_: Any, arithmetic: str) -> None:
-    experts = quantised_experts(parent, precision).Config(**SETTINGS, **settings_).build()
+    shape = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": len(GROUPS)}
+    experts = quantised_experts(parent, precision).Config(**shape, **settings_).build()
     torch.manual_seed(3)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.125)
     weights = [getattr(experts, name).bfloat16() for name in ("w1_EFD", "w3_EFD", "w2_EDF")]
     for arrived in (True, False):
-        rows, *_ = operands(precision, arrived=arrived)
-        expected = expert_rows(rows, *weights, ENDS, None, arithmetic)
-        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expected)
+        rows, *_ = operands(precision, arrived)
+        assert torch.equal(experts(rows, torch.tensor(GROUPS)), expert_rows(rows, *weights, ENDS, None, arithmetic))
+
+
+def test_the_shapes_that_a_compiler_is_told_are_those_of_the_results() -> None:
+    gate_up, rows, scores = (torch.randn(size) for size in ((96, 128), (96, 64), (96,)))
+    gate_up, rows, ends = gate_up.bfloat16(), rows.bfloat16(), torch.tensor([32, 32, 96], dtype=torch.int32)
+    eight, weights = rows.t().contiguous().to(E4M3), [torch.randn(3, size, 64).bfloat16() for size in (32, 96)]
+    calls: dict[Any, list[tuple[Any, ...]]] = {
+        module.quantised_swiglu: [(gate_up, None, "fp8"), (gate_up, scores, "mxfp8")],
+        module.quantised_swiglu_backward: [(gate_up, rows, None, "mxfp8"), (gate_up, rows, scores, "fp8")],
+        module.fp8_rows: [(rows,)],
+        module.fp8_weights: [(weights, False), (weights, True)],
+        module.fp8_turned: [(rows, scores, ends)],
+        module.fp8_wgrad: [(eight, eight, torch.ones(3, 64), torch.ones(3, 64), ends)],
+        module.turned: [(eight,)],
+    }
+    for operator, arguments in calls.items():
+        for one in arguments:
+            torch.library.opcheck(operator, one, test_utils="test_faketensor")
 
 
 @pytest.fixture
@@ -193,11 +195,13 @@ NATIVE: dict[str, Any] = {"groups": [128, 0, 256, 128], "dim": 128, "hidden": 25
 )
 def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bool, wgrad: str) -> None:
     """Each product on SM100 gets the operands, with their layouts, that torchao's own code for SM100 hands over."""
-    rows, into, (w1, w3, w2), scores, upstream = operands("mxfp8", arrived=arrived, **NATIVE)
+    rows, inputs, upstream = operands("mxfp8", arrived, **NATIVE)
+    _, w1, w3, w2, scores = inputs
     ends = torch.tensor(NATIVE["groups"]).cumsum(0).to(torch.int32)
-    output = expert_rows(rows, w1, w3, w2, ends, scores, f"mxfp8_native{wgrad}")
-    output.backward(upstream)
-    ours, gradients = list(sm100), [one.grad for one in (into, w1, w3, w2, scores)]
+    gradients = torch.autograd.grad(
+        expert_rows(rows, w1, w3, w2, ends, scores, f"mxfp8_native{wgrad}"), inputs, upstream
+    )
+    ours = list(sm100)
 
     x = sent = (expand(rows.data_RD, rows.scales_RS, "mxfp8") if arrived else rows).detach()
     if arrived:
@@ -228,33 +232,33 @@ def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bo
         assert torch.equal(gradient, right.mT)
 
     if wgrad:  # the shapes that a compiler is told are those of the results
-        checks = "test_schema", "test_faketensor"
-        torch.library.opcheck(module.native_mxfp8_wgrads, (gate_up_grad, x, ends, 2), test_utils=checks)
-    emulated, into, weights, scores, _ = operands("mxfp8", arrived=arrived, **NATIVE)
-    expert_rows(emulated, *weights, ends, scores, f"mxfp8_emulated{wgrad}").backward(upstream)
-    assert float((gradients[0] - into.grad).norm() / into.grad.norm()) < 2**-8  # one sum there, two rounded ones here
-    for gradient, tensor in zip(gradients[1:], (*weights, scores), strict=True):
-        assert torch.equal(gradient, tensor.grad)
+        torch.library.opcheck(
+            module.native_mxfp8_wgrads, (gate_up_grad, x, ends, 2), test_utils=("test_schema", "test_faketensor")
+        )
+    emulated = torch.autograd.grad(
+        expert_rows(rows, w1, w3, w2, ends, scores, f"mxfp8_emulated{wgrad}"), inputs, upstream
+    )
+    # Of the rows, one sum there, two rounded ones here.
+    assert float((gradients[0] - emulated[0]).norm() / emulated[0].norm()) < 2**-8
+    for gradient, right in zip(gradients[1:], emulated[1:], strict=True):
+        assert torch.equal(gradient, right)
 
 
 @pytest.mark.parametrize("arithmetic", ["mxfp8_emulated", "mxfp8_emulated_wgrad_mxfp8", "fp8", "fp8_wgrad_fp8"])
 def test_a_nan_in_padding_stays_in_its_row_but_for_its_experts_weights(arithmetic: str) -> None:
     """So dispatchers have to fill the padding of rows and of their gradients with zeros, and do."""
+    rows, inputs, upstream = operands(arithmetic.partition("_")[0], False)
     results = []
     for poison in (0.0, float("nan")):
-        rows, into, weights, scores, upstream = operands(arithmetic.partition("_")[0], arrived=False)
         upstream[62] = poison  # padding of the first expert
-        expert_rows(rows, *weights, ENDS, scores, arithmetic).backward(upstream)
-        results.append([tensor.grad for tensor in (into, scores, *weights)])
-    real = torch.arange(sum(GROUPS)) != 62
+        output = expert_rows(rows, *inputs[1:4], ENDS, inputs[4], arithmetic)
+        results.append(torch.autograd.grad(output, inputs, upstream))
     for clean, poisoned in zip(*results, strict=True):
-        assert clean is not None
-        assert poisoned is not None
-        of_rows = len(clean) == len(real)
-        kept = real if of_rows else torch.arange(len(GROUPS)) > 0
-        assert torch.equal(clean[kept], poisoned[kept])
+        # In the first dimension rows or experts.
+        poisonable = torch.arange(len(clean)) == (62 if len(clean) == sum(GROUPS) else 0)
+        assert torch.equal(clean[~poisonable], poisoned[~poisonable])
         assert clean.isfinite().all()
-        assert poisoned[~kept].isnan().any()
+        assert poisoned[poisonable].isnan().any()
 
 
 def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,20 +15,10 @@ from hypothesis import strategies as st
 from processes import program
 
 from moelab.launch import slurm
-from moelab.launch.slurm import (
-    NumberUnknown,
-    SlurmError,
-    SlurmJob,
-    SlurmMissing,
-    parse_sacct,
-    parse_scontrol,
-    parse_squeue,
-    state_of,
-)
+from moelab.launch.slurm import SlurmError, parse_sacct, parse_scontrol, parse_squeue
 from moelab.runs.status import State
 
 DATA = Path(__file__).parents[1] / "data" / "slurm"
-RECORDED = ("22.05.8", "24.11.5")
 # The session that was recorded: an array of nine on two nodes, of which task 0 exited with 3, task 1 with 0, task 2
 # killed itself, task 3 was requeued, task 4 runs, task 5 was cancelled while it waited, the rest waits; and job 6.
 EXPECTED = {
@@ -44,31 +34,32 @@ EXPECTED = {
 }
 
 
-def squeue_text(version: str) -> str:
-    return (DATA / f"squeue_{version}.json").read_text()
+NOISE = "Welcome, 3 new messages {today}\n\x1b[31mplugin_load: auth/slurm\x1b[0m\n\n"
 
 
-def shown(jobs: Iterable[SlurmJob]) -> dict[str, Any]:
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose programs come before all others."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    return tmp_path
+
+
+def recorded(name: str) -> str:
+    return (DATA / name).read_text()
+
+
+def shown(jobs: Iterable[slurm.SlurmJob]) -> dict[str, Any]:
     return {job.job_id: (job.state, job.exit_code, job.restarts, job.raw_id) for job in jobs}
 
 
-@pytest.mark.parametrize("version", RECORDED)
-def test_recorded_answers(version: str) -> None:
-    jobs = list(parse_squeue(squeue_text(version)))
-    assert shown(jobs) == shown(parse_scontrol((DATA / f"scontrol_{version}.txt").read_text())) == EXPECTED
+@pytest.mark.parametrize("before", ["", NOISE], ids=["alone", "among what plugins and wrappers print"])
+@pytest.mark.parametrize("version", ["22.05.8", "24.11.5"])
+def test_recorded_answers(version: str, before: str) -> None:
+    jobs = list(parse_squeue(f"{before}{recorded(f'squeue_{version}.json')}slurm_load_jobs: done\n"))
+    assert shown(jobs) == shown(parse_scontrol(before + recorded(f"scontrol_{version}.txt"))) == EXPECTED
     assert {job.comment for job in jobs if job.job_id != "6"} == {"moelab:study:0a1b2c"}
     waits = {job.job_id: job.reason for job in jobs}
     assert (waits["1_3"], waits["1_6"], waits["1_4"]) == ("BeginTime", "Resources", None)
-
-
-def test_a_state_as_a_word_among_numbers_as_objects() -> None:
-    """As data_parser v0.0.39 of Slurm 23.02 writes it, made from the recorded 24.11."""
-    content = json.loads(squeue_text("24.11.5"))
-    for job in content["jobs"]:
-        job["job_state"] = job["job_state"][0]
-        job["exit_code"]["return_code"] = job["exit_code"]["return_code"]["number"]
-        job["exit_code"]["signal"] = {"signal_id": job["exit_code"]["signal"]["id"]["number"], "name": ""}
-    assert shown(parse_squeue(json.dumps(content))) == EXPECTED
 
 
 ERRORS = '{"errors": [{"description": "Failed while looking for jobs", "error": "Unspecified error"}], "jobs": []}'
@@ -98,13 +89,7 @@ def test_what_is_no_answer_of_squeue_is_an_error_although_the_exit_code_is_0(tex
 )
 def test_several_words_are_what_happens_now(words: list[str] | str, state: State) -> None:
     (job,) = parse_squeue(json.dumps({"jobs": [{"job_id": 1, "job_state": words}]}))
-    assert state_of(job) is state
-
-
-@given(word=st.text(max_size=30))
-def test_only_one_word_is_completed(word: str) -> None:
-    state = state_of(SlurmJob(job_id="1", raw_id="1", state=word))
-    assert (state is State.COMPLETED) == (word == "COMPLETED")
+    assert slurm.state_of(job) is state
 
 
 @given(code=st.integers(0, 255), signal=st.integers(0, 31))
@@ -139,15 +124,6 @@ def test_a_comment_cannot_pretend_another_state() -> None:
     (job,) = parse_scontrol(line)
     assert (job.state, job.exit_code) == ("FAILED", 1)
     assert list(parse_scontrol("No jobs in the system")) == []
-
-
-NOISE = "Welcome, 3 new messages {today}\n\x1b[31mplugin_load: auth/slurm\x1b[0m\n\n"
-
-
-@pytest.mark.parametrize("before", ["", NOISE])
-def test_an_answer_is_found_among_what_plugins_and_wrappers_print(before: str) -> None:
-    assert shown(parse_squeue(f"{before}{squeue_text('24.11.5')}slurm_load_jobs: done\n")) == EXPECTED
-    assert shown(parse_scontrol(before + (DATA / "scontrol_22.05.8.txt").read_text())) == EXPECTED
 
 
 def test_a_job_or_a_field_that_cannot_be_read_hides_no_other_job() -> None:
@@ -202,37 +178,40 @@ def test_an_array_is_asked_for_as_a_whole_and_nothing_else_than_numbers(monkeypa
     assert {number: job.state for number, job in ends.items()} == {"1": "CANCELLED", "2": "FAILED"}
 
 
-def test_a_slurm_without_json_is_asked_by_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(*arguments: str) -> str:
-        if arguments[0] == "squeue":
-            raise SlurmError("squeue: unrecognized option '--json'")
-        assert arguments == ("scontrol", "show", "job", "-o")
-        return (DATA / "scontrol_22.05.8.txt").read_text()
-
+def test_a_slurm_without_json_is_asked_by_scontrol_and_no_other_failure_is_hidden(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = Mock(side_effect=[SlurmError("squeue: unrecognized option '--json'"), recorded("scontrol_22.05.8.txt")])
     monkeypatch.setattr(slurm, "call", call)
     assert shown(slurm.queue()) == EXPECTED
-
-
-def test_any_other_failure_of_squeue_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = SlurmError("squeue: Unable to contact slurm controller (connect failure)")
-    monkeypatch.setattr(slurm, "call", Mock(side_effect=refused))
+    assert call.call_args.args == ("scontrol", "show", "job", "-o")
+    monkeypatch.setattr(slurm, "call", Mock(side_effect=SlurmError("squeue: Unable to contact slurm controller")))
     with pytest.raises(SlurmError, match="Unable to contact"):
         slurm.queue()
 
 
-def test_a_command_s_own_words_and_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    program(tmp_path, "squeue", "echo 'squeue: error: first' >&2; echo 'squeue: fatal: second' >&2; exit 1")
-    with pytest.raises(SlurmError, match=r"^squeue: first; second$"):
-        slurm.call("squeue")
-    program(tmp_path, "squeue", "echo 'squeue: fatal: Could not establish a configuration source' >&2; exit 1")
-    with pytest.raises(SlurmError, match="use a login node"):
-        slurm.call("squeue")
-    program(tmp_path, "squeue", "echo 'sbatch: error: sleeping and retrying' >&2; exec sleep 30")
-    with pytest.raises(SlurmError, match="no answer in 2 s: sleeping and retrying"):
-        slurm.call("squeue", timeout_s=2)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SlurmMissing, match="scontrol is not on PATH"):
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'squeue: error: first' >&2; echo 'squeue: fatal: second' >&2; exit 1", r"^squeue: first; second$"),
+        ("echo 'squeue: fatal: Could not establish a configuration source' >&2; exit 1", "use a login node"),
+        ("exit 3", "^squeue: exit code 3$"),
+        ("echo 'sbatch: error: retrying' >&2; exec sleep 30", "^squeue: no answer in 1 s: retrying$"),
+    ],
+)
+def test_a_command_that_fails_is_told_in_its_own_words(path: Path, script: str, words: str) -> None:
+    program(path, "squeue", script)
+    with pytest.raises(SlurmError, match=words):
+        slurm.call("squeue", timeout_s=1)
+
+
+def test_a_person_s_defaults_do_not_reach_slurm_s_commands(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_RESTART_COUNT", "SCANCEL_INTERACTIVE", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    program(path, "squeue", "env | grep -E '^(SLURM|SBATCH|SQUEUE|SCANCEL)_' | sort")
+    assert slurm.call("squeue") == "SLURM_BITSTR_LEN=0\nSLURM_CONF=x\n"  # 0: a long array's tasks are not cut off
+    monkeypatch.setenv("PATH", str(path))
+    with pytest.raises(slurm.SlurmMissing, match="scontrol is not on PATH"):
         slurm.call("scontrol")
 
 
@@ -264,7 +243,7 @@ TACC = """
         ('{\n "jobId": "519605"\n}\n', "", ("519605", None)),
         ("519605\n519605\n", "", ("519605", None)),
         ("2026\n519605\n", "", None),
-        ("Submitted batch job 1\nSubmitted batch job 2\n", "", None),
+        ("Submitted batch job 1\nSubmitted batch job 2\n3\n", "", None),
         ("Welcome to x\n", "", None),
         ("", "", None),
         ("0\n", "", None),
@@ -274,18 +253,17 @@ TACC = """
     ],
 )
 def test_the_number_is_found_in_what_sbatch_prints_or_nothing_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str, errors: str, job: tuple[str, str | None] | None
+    path: Path, output: str, errors: str, job: tuple[str, str | None] | None
 ) -> None:
     """The third is what TACC's prints (maestrowf, issue 441)."""
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (tmp_path / "out").write_text(output)
-    (tmp_path / "err").write_text(errors)
-    program(tmp_path, "sbatch", f"cat {tmp_path}/out; cat {tmp_path}/err >&2")
+    (path / "out").write_text(output)
+    (path / "err").write_text(errors)
+    program(path, "sbatch", f"cat {path}/out; cat {path}/err >&2")
     if job:
-        assert slurm.sbatch(tmp_path / "script") == job
+        assert slurm.sbatch(path / "script") == job
     else:
-        with pytest.raises(NumberUnknown, match="printed no job number") as told:
-            slurm.sbatch(tmp_path / "script")
+        with pytest.raises(slurm.NumberUnknown, match="printed no job number") as told:
+            slurm.sbatch(path / "script")
         assert all(word in str(told.value) for word in output.split())
 
 
@@ -293,7 +271,7 @@ def test_the_number_is_found_in_what_sbatch_prints_or_nothing_is_believed(
 def test_whatever_is_printed_a_number_is_a_number(output: str, errors: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slurm, "_printed", lambda *_: (output, errors))
-        with contextlib.suppress(NumberUnknown):
+        with contextlib.suppress(slurm.NumberUnknown):
             number, _ = slurm.sbatch(Path("script"))
             assert slurm.checked(number) == number
             assert number in output + errors
@@ -302,24 +280,3 @@ def test_whatever_is_printed_a_number_is_a_number(output: str, errors: str) -> N
 @given(st.text(alphabet="0129_[]-,%|:+ by\nCANELDFI", max_size=60))
 def test_whatever_accounting_prints_is_jobs_or_nothing(table: str) -> None:
     assert all(slurm.is_number(job.job_id) and job.raw_id.isdecimal() for job in parse_sacct(table))
-
-
-def test_a_person_s_defaults_do_not_reach_slurm_s_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    for name in ("SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_RESTART_COUNT", "SCANCEL_INTERACTIVE", "SLURM_CONF"):
-        monkeypatch.setenv(name, "x")
-    program(tmp_path, "squeue", "env")
-    seen = dict(line.split("=", 1) for line in slurm.call("squeue").splitlines() if line.startswith(("S", "s")))
-    assert (seen["SLURM_CONF"], seen["SLURM_BITSTR_LEN"]) == ("x", "0")  # 0: the tasks of a long array are not cut off
-    assert not seen.keys() & {"SBATCH_PARTITION", "SQUEUE_STATES", "SLURM_RESTART_COUNT", "SCANCEL_INTERACTIVE"}
-
-
-@given(text=st.text(min_size=1, max_size=20))
-def test_nothing_but_a_number_is_a_job(text: str) -> None:
-    number, _, task = text.partition("_")
-    good = all(part.isascii() and part.isdecimal() for part in ([number, task] if "_" in text else [number]))
-    if good:
-        assert slurm.checked(text) == text
-    else:
-        with pytest.raises(SlurmError, match="valid: a number"):
-            slurm.checked(text)

@@ -139,9 +139,7 @@ def test_a_study_that_is_given_decides_which_settings_are_judged(study: Path) ->
     assert [words in one.verdicts[0].sentence() for one in (judged, mixed)] == [False, True]
 
 
-def test_a_study_is_the_same_from_anywhere_and_after_it_moved(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_study_is_the_same_from_anywhere(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def contents(path: Path) -> tuple[Any, ...]:
         judged = judge_study(path)
         return judged.study, judged.as_text(), judged.to_json(), {**provenance(judged), "Written": "", "Command": ""}
@@ -270,9 +268,7 @@ def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: 
     assert provenance(judge_study(tmp_path / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
 
 
-def test_no_shape_of_a_secret_in_a_reason_reaches_a_page_or_what_is_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_shape_of_a_secret_in_a_reason_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study, shown = tmp_path / "s", ""
     for seed in range(2):
         train(study, "bf16", seed, [8.0, 7.0, 6.0], steps=3)

@@ -104,9 +104,7 @@ def test_of_groups_with_as_many_seeds_the_newer_is_judged_and_the_other_told_of(
     assert (judged.verdicts[0].n_seeds, note) == (len(ENDS), f"lr 0.003 instead of 0.001 ({more})")
 
 
-def test_arms_of_other_settings_are_judged_and_a_gain_is_of_settings_that_speed_does_not_depend_on(
-    tmp_path: Path,
-) -> None:
+def test_other_settings_are_told_and_a_gain_is_of_those_that_speed_depends_on(tmp_path: Path) -> None:
     for seed in ENDS:
         train(tmp_path / "s", "bf16", seed)
         train(tmp_path / "s", "mxfp8", seed, lr=2.0e-3, dataset="c4")
@@ -169,9 +167,14 @@ def test_a_seed_can_be_dropped_and_a_margin_capped(study: Path) -> None:
     assert sum(not row["used"] for row in dropped.to_json()["runs"]) == 2
     assert {one.n_seeds for one in (*dropped.throughput, *dropped.gains)} == {3}
     assert "+nan" not in judge_study(study, dropped_seeds=[*ENDS]).as_text()
-    for paths, seeds in (([study], "0, 1, 2, 3"), ([*EXAMPLE_LOGS], "not known")):
-        with pytest.raises(BadInput, match=f"seed 77 cannot be dropped: the seeds of these runs are {seeds}"):
-            judge_paths(paths, dropped_seeds=[77])
+    for path, refused, words in (
+        (study, {"dropped_seeds": [77]}, "seed 77 cannot be dropped: the seeds of these runs are 0, 1, 2, 3"),
+        (EXAMPLE_LOGS[0], {"dropped_seeds": [77]}, "seed 77 cannot be dropped: the seeds of these runs are not known"),
+        (study, {"final_fraction": 0.0}, "final_fraction is 0"),
+        (EXAMPLE_LOGS[0], {"final_fraction": 1.5}, "final_fraction is 1.5"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            judge_paths([path], **refused)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +199,7 @@ def on_h100(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (packages(triton="3.3", **{"nvidia-nccl-cu13": "2.30"}), None, False),  # the other record does not speak of it
     ],
 )
-def test_what_a_gain_and_a_loss_depend_on(
+def test_what_gain_and_loss_depend_on(
     on_h100: Path, other: dict[str, Any], words: str | None, of_the_loss: bool
 ) -> None:
     usual = {"gpus": H100, "git_commit": "1111111"}

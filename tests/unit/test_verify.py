@@ -16,8 +16,6 @@ from moelab.titan.arms import named_arms
 from moelab.titan.models import model_spec
 from moelab.titan.verify import verify
 
-NANO: dict[str, Any] = {"model": "nano", "gpus_per_node": 8, "seq_len": 64}
-
 
 @pytest.fixture
 def loaded_child(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,23 +23,31 @@ def loaded_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ask_child", lambda request: in_titan_process(verified, request))
 
 
+def nano(**fields: Any) -> Experiment:
+    return Experiment(**{"model": "nano", "gpus_per_node": 8, "seq_len": 64, **fields})
+
+
+def of_ranks(result: dict[str, Any], column: str) -> list[Any]:
+    """A column of the rows of the ranks, whose parameters the memory model predicts exactly."""
+    assert [row["parameters"] for row in result["ranks"]] == [row["predicted_parameters"] for row in result["ranks"]]
+    return [row[column] for row in result["ranks"]]
+
+
 @pytest.mark.usefixtures("loaded_child")
 def test_nano_on_eight_ranks_adds_up() -> None:
     """PP 2, TP 2, EP 2: parameters that are replicated over TP are counted once."""
-    experiment = Experiment(**NANO, pp=2, tp=2, ep=2, local_batch=4, precision="mxfp8", routing="random_balanced")
+    experiment = nano(pp=2, tp=2, ep=2, local_batch=4, precision="mxfp8", routing="random_balanced")
     result = verify(experiment, range(8))
     total = sum(parameter.numel() for parameter in model_spec("nano", ep_backend="standard").model.build().parameters())
-    assert result["total_parameters"] == total
-    assert sum(row["unique_parameters"] for row in result["ranks"]) == pytest.approx(total)
-    assert sum(row["parameters"] for row in result["ranks"]) > total
-    assert [(row["rank"], row["pp_rank"]) for row in result["ranks"]] == [(rank, rank // 4) for rank in range(8)]
-    assert all(row["parameters"] == row["predicted_parameters"] for row in result["ranks"])
+    assert result["total_parameters"] == total == pytest.approx(sum(of_ranks(result, "unique_parameters")))
+    assert sum(of_ranks(result, "parameters")) > total
+    assert of_ranks(result, "rank") == list(range(8))
+    assert of_ranks(result, "pp_rank") == [0] * 4 + [1] * 4
+    assert of_ranks(result, "mxfp8_modules") == [1] * 4 + [2] * 4
     stages = [tuple(stage["modules"]) for row in (result["ranks"][0], result["ranks"][4]) for stage in row["stages"]]
     assert tuple(stages) == check(experiment).layout.stages
-    assert [row["mxfp8_modules"] for row in result["ranks"]] == [1] * 4 + [2] * 4
     # The configuration is that of the GPU, not of the processor that this runs on.
-    assert result["gpu"] == "SM100"
-    assert result["spmd_backend"] == "spmd_types"
+    assert (result["gpu"], result["spmd_backend"]) == ("SM100", "spmd_types")
     assert result["dispatcher"] == "TorchAOTokenDispatcher(num_experts=8, top_k=2, pad_multiple=128)"
     assert result["overrides"] == ["moelab.titan.routing.random_balanced"]
     assert any("torch.compile is not applied" in line for line in result["not_built"])
@@ -50,18 +56,14 @@ def test_nano_on_eight_ranks_adds_up() -> None:
 @pytest.mark.usefixtures("loaded_child")
 def test_published_16b_layout() -> None:
     """Uneven shards: 576 rows over 256 ranks leave the last ones without any."""
-    experiment = named_arms()["dsv3_16b_mxfp8_hybridep_linears"]
-    result = verify(experiment, [0, 63, 64, 255])
-    assert result["total_parameters"] == 15_706_484_224
-    assert result["world_size"] == 256
-    held = [row["parameters"] for row in result["ranks"]]
+    result = verify(named_arms()["dsv3_16b_mxfp8_hybridep_linears"], [0, 63, 64, 255])
+    total, held = result["total_parameters"], of_ranks(result, "parameters")
+    assert (total, result["world_size"]) == (15_706_484_224, 256)
     assert held == sorted(held, reverse=True)
-    assert held[0] > held[-1]
-    assert held == [row["predicted_parameters"] for row in result["ranks"]]
-    assert 256 * held[-1] < result["total_parameters"] < 256 * held[0]
+    assert 256 * held[-1] < total < 256 * held[0]
     assert result["dispatcher"].startswith("HybridEPTokenDispatcher(num_experts=64, top_k=6, pad_multiple=128")
     assert "HybridEPTokenDispatcher is not built: its communication buffer needs GPUs" in result["not_built"]
-    assert {row["mxfp8_modules"] for row in result["ranks"]} == {26 + 27 * 4 + 27 * 3}  # experts, attention, FFNs
+    assert set(of_ranks(result, "mxfp8_modules")) == {26 + 27 * 4 + 27 * 3}  # experts, attention, FFNs
 
 
 def children_cpu_s() -> float:
@@ -74,15 +76,12 @@ def test_published_671b_layout_in_a_minute() -> None:
     before = children_cpu_s()
     result = verify(named_arms()["dsv3_671b_mxfp8_deepep"])
     assert children_cpu_s() - before < 60  # processor time: what the clock says depends on what else runs
-    assert result["total_parameters"] == 671_026_404_352
-    first, last = result["ranks"]
-    assert (first["rank"], last["rank"]) == (0, 128)
-    assert 128 * (first["unique_parameters"] + last["unique_parameters"]) == result["total_parameters"]
-    assert [stage["stage"] for row in (first, last) for stage in row["stages"]] == [0, 2, 1, 3]
-    assert first["stages"][0]["modules"][0] == "tok_embeddings"
-    assert last["stages"][-1]["modules"][-2:] == ["norm", "lm_head"]
-    assert [row["parameters"] for row in (first, last)] == [row["predicted_parameters"] for row in (first, last)]
-    assert first["mxfp8_modules"] + last["mxfp8_modules"] == 58
+    assert of_ranks(result, "rank") == [0, 128]
+    assert 128 * sum(of_ranks(result, "unique_parameters")) == result["total_parameters"] == 671_026_404_352
+    assert sum(of_ranks(result, "mxfp8_modules")) == 58
+    (zero, two), (one, three) = of_ranks(result, "stages")
+    assert [stage["stage"] for stage in (zero, one, two, three)] == [0, 1, 2, 3]
+    assert (zero["modules"][0], three["modules"][-2:]) == ("tok_embeddings", ["norm", "lm_head"])
     assert result["dispatcher"].startswith("PaddedDispatcher(num_experts=256, top_k=8")
     assert "num_max_tokens_per_rank=4096, hidden_dim=7168, alignment=128" in result["dispatcher"]
     assert "PaddedDispatcher is not built: its communication buffer needs GPUs" in result["not_built"]
@@ -91,9 +90,8 @@ def test_published_671b_layout_in_a_minute() -> None:
 @pytest.mark.usefixtures("loaded_child")
 def test_emulated_deepep_with_quantised_dispatch_is_built_like_the_rest() -> None:
     fields = {"precision": "mxfp8", "wgrad": "bf16", "dispatch_precision": "mxfp8", "ep": 4, "pp": 2, "local_batch": 4}
-    result = verify(Experiment(**NANO, **fields, ep_backend="deepep", ep_kernels="emulated"), [0, 4])
-    assert [row["parameters"] for row in result["ranks"]] == [row["predicted_parameters"] for row in result["ranks"]]
-    assert sum(row["mxfp8_modules"] for row in result["ranks"]) == 3
+    result = verify(nano(**fields, ep_backend="deepep", ep_kernels="emulated"), [0, 4])
+    assert sum(of_ranks(result, "mxfp8_modules")) == 3
     assert "PaddedDispatcher is not built: its communication buffer needs peers" in result["not_built"]
     assert "num_max_tokens_per_rank=64" in result["dispatcher"]  # of a micro-batch
 
@@ -101,7 +99,7 @@ def test_emulated_deepep_with_quantised_dispatch_is_built_like_the_rest() -> Non
 @pytest.mark.parametrize("ranks", [[-1], [0, 8]])
 def test_a_rank_outside_of_the_world_is_bad_input(ranks: list[int]) -> None:
     with pytest.raises(BadInput, match="valid ranks are 0 to 7"):
-        verify(Experiment(**NANO), ranks)
+        verify(nano(), ranks)
 
 
 @pytest.mark.usefixtures("loaded_child")
@@ -115,10 +113,10 @@ def test_a_rank_outside_of_the_world_is_bad_input(ranks: list[int]) -> None:
 )
 def test_what_torchtitan_refuses_is_refused_in_its_words(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(Refused, match=told):
-        verify(Experiment(**{**NANO, **fields}))
+        verify(nano(**fields))
 
 
 def test_a_child_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHILD", "moelab.titan.no_such_module")
     with pytest.raises(MoelabError, match=r"exit code 1: .*no_such_module"):
-        verify(Experiment(**NANO), [0])
+        verify(nano(), [0])

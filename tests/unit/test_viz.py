@@ -26,7 +26,7 @@ from moelab.runs.table import metrics_table
 from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
 from moelab.viz.draw import panels
 from moelab.viz.study import verdict_examples, verdict_intervals
-from moelab.viz.theme import STUDY_ARMS, new_figure
+from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure
 
 PAIR = ("bf16_standard", "mxfp8_standard")
 HOSTILE = "</script><script>alert(1)</script><b>x"
@@ -75,7 +75,9 @@ def test_importing_the_figures_leaves_plotly_alone_and_loads_neither_torch_nor_i
     code = f"import sys, plotly.io, {', '.join(modules)}; assert plotly.io.templates.default == 'plotly'\n"
     code += "assert not {'torch', 'ipywidgets', 'anywidget'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert panels("A", ["a", "b"], subtitle="").layout.template == new_figure("A", subtitle="").layout.template
+    figure = new_figure("A", subtitle="B")
+    assert title(figure) == f"<b>A</b> <span style='font-size:13px;color:{MUTED}'>B</span>"
+    assert panels("A", ["a", "b"], subtitle="").layout.template == figure.layout.template
 
 
 DRAWN = """
@@ -185,6 +187,13 @@ def test_bars_show_values_and_a_gain_that_is_resolved() -> None:
         assert (bar.y[0], bar.y[0] + bar.error_y.array[0]) == (arms[arm].tps, arms[arm].interval.high)
         assert sorted(points.y) == sorted(arms[arm].tps_by_seed.values())
     assert figure.layout.yaxis.range[1] > max(arm.interval.high for arm in arms.values())
+    axis = figure.layout.xaxis
+    assert (axis.tickvals, axis.ticktext) == (
+        (0, 1),
+        ("BF16 + standard<br>all-to-all", "MXFP8 + standard<br>all-to-all"),
+    )
+    assert axis.range[0] < 0
+    assert axis.range[1] == 1 - axis.range[0]
     table = study(seeds=3)
     speed = {("bf16_standard", seed): 1000.0 for seed in range(3)}
     speed |= {("mxfp8_standard", 0): 1000.0, ("mxfp8_standard", 1): 900.0, ("mxfp8_standard", 2): 1150.0}
@@ -229,17 +238,22 @@ def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tm
     assert str(runs.in_notebook()).split("\n")[-1].split() == ["bf16_standard", "–", "3.6100", "–"]
     figures = [Figure(caption=HOSTILE, figure=loss_curves(table), label="quoted")] * 2
     path = tmp_path / "new folder" / "report.html"
-    page = write_report(path, title="A", verdicts=[verdict], figures=figures, tables=[runs], provenance={}).read_text()
+    verdicts = [verdict, first_verdict(study(seeds=1))]
+    page = write_report(path, title="A", verdicts=verdicts, figures=figures, tables=[runs], provenance={}).read_text()
     assert page.count("<script") == 4  # plotly.js, the figures' data, what draws them, what unfolds a table
     assert "default-src 'none'" in page
     assert all(link.startswith("#") for link in re.findall(r'\s(?:src|href|srcset|data|action|poster)="([^"]*)', page))
     assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
-    assert len(json.loads(unpacked(page, "drawings"))["figures"]) == page.count('class="drawing" id="figure-') == 2
+    drawings = json.loads(unpacked(page, "drawings"))["figures"]
+    assert len(drawings) == page.count('class="drawing" id="figure-') == 2
+    (drawn, *_), (given, *_) = drawings[0]["data"][::-1], figures[0].figure.data[::-1]
+    assert (drawn["x"], drawn["y"]) == (list(given.x), pytest.approx(given.y, rel=1e-4))
     numbers = (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0])
     interval = f"{verdict.interval.low:+.4f} to {verdict.interval.high:+.4f}"
     card = [verdict.sentence(), *(f"{number:.4f}" for number in numbers), interval, "0, 1, 2, 3", "73 to 80"]
     cells = ['<th scope="row">bf16_standard</th>', '<td class="number">1,234</td>', '<td class="number">2,026</td>']
     text = html.unescape(page)
+    assert not re.search(r"\bnan\b", re.sub(r"(?s)<script.*?</script>", "", text)), "of one seed there is no p-value"
     assert [
         one for one in (*card, *cells, 'class="card equivalent"', '"badge quoted">quoted<') if one not in text
     ] == []

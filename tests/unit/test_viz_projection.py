@@ -20,7 +20,7 @@ from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, co
 from moelab.projection.project import GROUPS, Cost, project
 from moelab.projection.published import projected_two_by_two
 from moelab.projection.uncertainty import Estimate
-from moelab.projection.validation import Change, row_table, validation_table
+from moelab.projection.validation import GAIN, Change, row_table, validation_table
 from moelab.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
 from moelab.titan.arms import named_arms
 from moelab.viz import projection as viz
@@ -164,6 +164,7 @@ def test_a_strip_has_every_row_once_with_its_kind_and_names_the_worst(draw: Any)
     assert [note.partition(": ")[0] for note in notes(figure)] == [
         f"{max(errors, key=abs):+.1f}" for errors in strips.values()
     ]
+    assert ("points" in figure.layout.xaxis.title.text) is any(row.unit == GAIN for row in rows)
     outside = [row for row in rows if row.interval and not row.inside]
     crosses = [len(trace.x) for trace in figure.data if trace.name.startswith("measured outside")]
     assert (sum(len(trace.x) for trace in figure.data), sum(crosses)) == (len(rows), len(outside))

@@ -90,6 +90,7 @@ def open_exchange(
     opened = _OPEN.pop(group.group_name, None)
     sizes = {"tokens": tokens, "hidden": hidden, "top_k": top_k}
     if opened and opened.kernels == kernels:
+        # Never smaller than before: layers that opened the earlier one still dispatch as much.
         sizes = {name: max(size, getattr(opened, name)) for name, size in sizes.items()}
     if opened is None or opened.kernels != kernels or any(getattr(opened, name) < size for name, size in sizes.items()):
         if opened:

@@ -84,4 +84,5 @@ class CommunicationSavingFullAC(FullAC):
 def _policy(kept: frozenset[Any], _context: Any, operator: Any, *inputs: Any, **settings: Any) -> CheckpointPolicy:
     """Keep communication, and the row counts that the host reads back for it; recompute the rest."""
     to_host = operator is torch.ops.aten._to_copy.default and str(settings.get("device")) == "cpu" and inputs[0].is_cuda
+    # A compiler may keep more where it sees a gain, but may never send again.
     return CheckpointPolicy.MUST_SAVE if to_host or operator in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -114,6 +114,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
                 f"a rank dispatches {x_TD.shape[0]} tokens at a time, and its DeepEP buffer was made for "
                 f"{self.num_max_tokens_per_rank}; it holds one micro-batch: seq_len x microbatch / (tp x cp)"
             )
+        # In FP32, as DeepEP sends scores.
         where = (topk_scores_TK.float(), topk_expert_ids_TK, self.group, self.num_experts, self.alignment)
         data_TD = scales_TS = None
         if self.precision != "bf16":

@@ -142,7 +142,7 @@ def _(
         index(getattr(buffer, "num_scaleup_ranks", ranks)),
         index(local),
         index(local),
-        index(received, top_k + 2),
+        index(received, top_k + 2),  # where the token is from, its rank and first expert here, its row at each expert
         *beyond_node,
     )
 
@@ -246,6 +246,7 @@ def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: 
 def _dispatch_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *_, ids_TK, ctx.group, ctx.experts, ctx.alignment = inputs
     _rows_RD, data_RD, scales_RS, _weights_R, *handle = output
+    # Left are the rows (or their gradient's place) and the scores, whose gradients `collect` brings home.
     ctx.mark_non_differentiable(data_RD, scales_RS, *handle)
     ctx.save_for_backward(ids_TK, *handle)
 
@@ -265,7 +266,7 @@ def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _combine_backward(ctx: Any, x_TD: Tensor) -> Any:
     ids_TK, rows_like, *handle = ctx.saved_tensors
     rows_RD = resend(x_TD, ids_TK, handle, ctx.group, ctx.experts, ctx.alignment, rows_like)
-    return rows_RD, None, [None] * len(handle), None, None, None
+    return rows_RD, None, [None] * len(handle), None, None, None  # a list of tensors has a list of gradients
 
 
 dispatch.register_autograd(_dispatch_backward, setup_context=_dispatch_context)

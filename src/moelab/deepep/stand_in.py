@@ -86,6 +86,7 @@ class StandInBuffer:
         received_W = torch.empty_like(sent_W)
         dist.all_to_all_single(received_W, sent_W, group=self.group)
         arrive = _Way(self, sent_TW, received_W).there
+        # A token arrives once with all of its experts, of which those of other ranks are nobody's here.
         ids_UK = arrive(topk_idx) - self.rank * local
         ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
@@ -94,6 +95,7 @@ class StandInBuffer:
                 tokens = self.ranks * capacity
                 handle.num_expanded_tokens = most_rows(tokens, topk_idx.shape[1], local, expert_alignment)
                 unused = (0, 0, 0, tokens - len(handle.recv_src_metadata))
+                # Not -1, which is "no expert here": an index that fails wherever something reads it.
                 handle.recv_src_metadata = F.pad(handle.recv_src_metadata, unused, value=2**30)
         slots_UK = _slots(handle)
         groups_end = _aligned(int(handle.psum_num_recv_tokens_per_expert[-1]), expert_alignment)
@@ -146,6 +148,7 @@ class StandInBuffer:
 
     def _destinations(self, topk_idx: torch.Tensor, local: int) -> torch.Tensor:
         """Whether each token goes to each rank, int64 ``(T, W)`` of 0 and 1."""
+        # Experts of -1 go to a rank beyond the last, whose column is cut off below.
         ranks_TK = torch.where(topk_idx >= 0, topk_idx // local, self.ranks)
         marks = torch.zeros((topk_idx.shape[0], self.ranks + 1), dtype=torch.int64, device=topk_idx.device)
         return marks.scatter_(1, ranks_TK, 1)[:, : self.ranks]

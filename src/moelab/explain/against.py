@@ -152,6 +152,7 @@ def compare(explanation: Explanation, experiment: Experiment, calibration: Calib
 
 def _require_same_step(explanation: Explanation, experiment: Experiment) -> None:
     """Check what tells that a trace is of another step, which would blame some part for the difference."""
+    # By the catalogue's names: a driver's has the memory's size and the form factor in it.
     gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
     if explanation.gpu is None:
         raise BadInput("a projection is of GPUs, and the trace has no GPU kernels: there is nothing to compare")
@@ -175,6 +176,7 @@ def _require_same_step(explanation: Explanation, experiment: Experiment) -> None
         for one in explanation.products
         for operand in (one.shape or "").split(" × ")
     ]
+    # Whatever the batch and the parallelism, products of every layer have the model's width as one of their sides.
     sides = {side for _, operand in operands for side in operand}
     if sides and shape.dim not in sides:
         raise BadInput(
@@ -268,7 +270,7 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     per_step = 1e-3 / explanation.step_count
     measured = {name: ms / 1e3 for name, ms in measured_parts_ms(explanation).items()}
     blackwell, low = is_blackwell(job.node.gpu), experiment.precision is not Precision.BF16 and not job.emulated
-    kind = "blackwell" if blackwell else "hopper"
+    kind = "blackwell" if blackwell else "hopper"  # each has fits of its own
     attention = explanation.kernels_ms.get("attention", {})
     exchange = "nccl_nvlink" if job.work.backend is EPBackend.STANDARD else "deepep_s"
     one_pass = experiment.precision is Precision.FP8 and job.work.one_pass_experts
@@ -299,5 +301,6 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
         ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
         ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),
         ("sync_s", explanation.idle_in_layers_ms * per_step, in_stages("host and waiting")),
+        # last, because it takes what sync_s leaves of the same part
         ("step_s", measured["host and waiting"], part("host and waiting")),
     ]  # fmt: skip

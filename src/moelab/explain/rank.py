@@ -98,6 +98,7 @@ class Host:
         rows = self.around(row)
         names = tuple(self.name(one) for one in rows)
         phase = "forward"
+        # From the outermost, which the inner ones refine.
         for one, name in zip(reversed(rows), reversed(names), strict=True):
             # an operator of the backward pass that itself records a gradient computes the forward pass again
             forward_op = self.ops["sequence"][one] >= 0 and self.ops["forward_thread"][one] == 0
@@ -153,6 +154,7 @@ def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[f
     parent = np.full(len(ops), -1, np.int32)
     stack: list[int] = []
     starts, ends, rows, since = array("d"), array("d"), array("l"), 0.0
+    # Plain numbers: a loop over millions of elements takes several times as long on numpy's.
     start, end, thread = (
         array(code, ops[name].tobytes()) for code, name in (("d", "start"), ("d", "end"), ("i", "thread"))
     )
@@ -171,7 +173,7 @@ def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[f
             owns(top, end[top])
 
     for row in range(len(ops)):
-        if stack and thread[row] != thread[stack[-1]]:
+        if stack and thread[row] != thread[stack[-1]]:  # rows are by thread: the one before has ended
             leave(float("inf"))
         leave(start[row])
         if stack:
@@ -249,6 +251,7 @@ class Rank:
             if chosen.any()
         }
         self.steps = tuple((name, ms) for name, ms in spans.items() if ms > 0)
+        # Steps in which nothing was launched do not count.
         self.step_count = 1 if wanted is not None else max(1, len(self.steps))
         numbers = {int(match[0]): name for name in inside if (match := re.search(r"\d+", name))}
         if wanted is not None:

@@ -122,6 +122,7 @@ class _Table:
 
 def _decoded(file: BinaryIO) -> Iterator[str]:
     """Text of a file, unpacked if it is compressed, as far as it goes."""
+    # -sig: some writers begin with a byte order mark; a name in another encoding costs its letters, not the file.
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     begin = file.read(2)
     file.seek(0)
@@ -251,6 +252,7 @@ class _Reader:
         return self.threads.setdefault((event.get("pid"), event.get("tid")), len(self.threads))
 
     def _take_gpu(self, event: dict[str, Any], name: str, start: float, end: float, args: dict[str, Any]) -> None:
+        # Where a runtime does not name them, Kineto has the device as the process and the stream as the thread.
         stream, device = _whole(args.get("stream", event.get("tid"))), _whole(args.get("device", event.get("pid")), 0)
         correlation, graph, moved = _whole(args.get("correlation")), _whole(args.get("graph id"), 0), args.get("bytes")
         numbers = (stream, device, correlation, _external(args), graph, float(moved or 0.0))
@@ -418,6 +420,7 @@ def _trace_of(reader: _Reader, cut: bool) -> Trace:
     distributed = header.get("distributedInfo")
     in_header = distributed.get("rank") if isinstance(distributed, dict) else None
     in_name = re.search(r"rank[_-]?(\d+)", name)
+    # `is not None`, because rank 0 is a rank; the header is torch.distributed's own word, a name anyone's
     rank = _whole(in_header if in_header is not None else in_name and in_name[1])
     if count and (amd or re.search(r"\b(AMD|Radeon|Instinct|gfx\d)", gpu, re.I)):
         notes.append(

@@ -72,6 +72,7 @@ def find_build(machine: Machine) -> Build:
     if folder is None:
         return Build(kind="none")
     kind: Kind = "unknown"
+    # V1 and hybrid-ep install their extension beside the package, V2 inside it.
     extensions = list(folder.parent.glob("deep_ep_cpp*.so"))
     if (folder / "buffers" / "elastic.py").is_file():
         kind, extensions = "V2", list(folder.glob("_C*.so"))

@@ -44,14 +44,14 @@ from moelab.machine import this_machine
 from moelab.marks import Marks
 from moelab.runs.files import write_json
 
-TIMEOUT_S = 180
+TIMEOUT_S = 180  # a link that hangs is to end here, not at the job's time limit
 PAYLOAD_BYTES = {"nccl": 1 << 30, "gloo": 4 << 20}
 GEMM_SIZE = {"cuda": 8192, "cpu": 512}
 GEMM_BATCH = 10
 LOAD_S = {"cuda": 2.0, "cpu": 0.0}
 """How long GPUs compute: enough for clocks and power to settle, and for nvidia-smi to answer."""
-REPEATS, WARMUPS = 8, 2
-FIRST_PORT, LAST_PORT = 20_000, 28_999
+REPEATS, WARMUPS = 8, 2  # a group connects in its first all-reduce
+FIRST_PORT, LAST_PORT = 20_000, 28_999  # below Linux's ephemeral ports, which any process may be given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +176,7 @@ class Check:
     def _measure(self, nodes: Sequence[str]) -> float:
         """Bus bandwidth, GB/s, of an all-reduce over all ranks of some nodes, which all call this; of one rank, 0."""
         ranks = [rank for rank, node in enumerate(self.node_of) if node in nodes]
+        # Synchronised among themselves: other pairs make their groups at the same time.
         group = dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S), use_local_synchronization=True)
         times_s = []
         for repeat in range(WARMUPS + REPEATS):
@@ -187,6 +188,7 @@ class Check:
             if repeat >= WARMUPS:
                 times_s.append(marks.parts_us()["end"] / 1e6)
         slowest = torch.tensor([median(times_s)], dtype=torch.float64, device=self.device)
+        # A group is as slow as its slowest rank; the median, because a repeat may be slow by chance.
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         dist.destroy_process_group(group)
         return bus_bandwidth_gb_s(PAYLOAD_BYTES[self.backend], slowest.item(), len(ranks))

@@ -86,7 +86,7 @@ def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_n
     return Preflight(
         study=(*plans, *check_data(study, cluster)) if study else (),
         here=tuple(here),
-        nodes=check_nodes(cluster, study, runs) if ask_nodes else (),
+        nodes=check_nodes(cluster, study, runs) if ask_nodes else (),  # may wait minutes for the nodes
     )
 
 
@@ -157,6 +157,7 @@ def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     # Inside a job these options would have srun allocate a job of its own.
     if "SLURM_JOB_ID" not in os.environ:
         named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
+        # Give up rather than queue behind other jobs, and report the nodes' own limits, not those of the shell here.
         options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
         options += ["--job-name=moelab-preflight", *(["--exclusive"] if cluster.exclusive else [])]
     return ["srun", *options]
@@ -294,6 +295,7 @@ def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
         # That it is missing is only a note on a node; here a run needs it.
         missing = finding.name == "DeepEP" and finding.severity == "note"
         if missing or not finding.ok:
+            # Findings are equal if their words are, so the dictionary joins the nodes that say the same.
             faults.setdefault(fault("DeepEP needed") if missing else finding, []).append(node)
     for finding, nodes in faults.items():
         where = "all nodes" if len(nodes) == len(reports) else _names(nodes)
@@ -313,6 +315,7 @@ def _grouped(values: Iterable[tuple[Report, Any]]) -> dict[Any, list[str]]:
 
 def _odd(groups: Mapping[Any, list[str]], absent: str) -> str:
     """The smaller groups with their names, the largest with its size: ``n1: 0.17.0; 2 others: 0.18.0``."""
+    # Of groups of one size, the last in the order of the reports is called the others.
     *smaller, (value, nodes) = sorted(groups.items(), key=lambda item: len(item[1]))
     named = [f"{_names(held)}: {shown or absent}" for shown, held in smaller]
     return "; ".join([*named, f"{len(nodes)} {'other' if len(nodes) == 1 else 'others'}: {value or absent}"])

@@ -93,7 +93,7 @@ class _Rank:
                 [*program, str(rank), str(RANKS), str(folder), device],
                 env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},  # the tokens are few
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # a pipe that nobody reads would fill and stop the rank
                 stderr=stderr,
                 start_new_session=True,  # so that `end` kills a rank's compilers with it
             )
@@ -123,7 +123,7 @@ def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
     deadline, failed = time.monotonic() + timeout_s, list[_Rank]()
     try:
         while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
-            new = [rank for rank in ranks if rank.code and rank not in failed]
+            new = [rank for rank in ranks if rank.code and rank not in failed]  # 0 is no failure
             if new and not failed:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             failed += sorted(new, key=lambda rank: rank.code or 0)  # of two at once, a crash (negative) comes first
@@ -144,6 +144,7 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
         cause = "the ranks wait for each other: one is stuck, a link is down, or a compiler is slow"
         remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and check the NVLink findings"
     elif code < 0:
+        # Real-time signals have a number only.
         ended_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         ended_by += f" ({SIGNALS[ended_by]})" if ended_by in SIGNALS else ""
         found = f"{name} was ended by {ended_by} while {rank.step}"
@@ -154,6 +155,7 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
     else:
         lines = words.strip().splitlines() or ["no message"]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Refused)\b", line)]
+        # The last one: above it stand the exceptions that led to it.
         found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
         cause = f"{library} raised this"
         remedy = "check the other findings, then search DeepEP's issues for this message"
@@ -199,6 +201,7 @@ def run_rank() -> None:
         raise ArmFailed(f"tokens came back wrong: relative error {error:.3g}")
     result = {"relative_error": error, "version": version}
     (folder / f"result{rank}.json").write_text(json.dumps(result))
+    # A crash from here on still fails the test, by the exit code.
     step("closing the buffer")
     world.leave()
 

@@ -25,7 +25,7 @@ def refusals(experiment: Experiment) -> list[str]:
         gpus_here = () if experiment.hardware == "cpu" else gpus()
     except GpusUnknown as error:
         return [str(error)]
-    # Every kind is checked: on a mixed node the weakest GPU decides.
+    # Every kind is checked: on a mixed node the weakest GPU decides, whichever rank gets it.
     kinds = [gpu_from(gpu) for gpu in dict.fromkeys(gpus_here)] or [gpu_of("cpu")]
     illegal = dict.fromkeys(reason for gpu in kinds for reason in check(experiment, gpu=gpu).reasons)
     return [*_lacking(experiment, gpus_here), *illegal]

@@ -131,6 +131,7 @@ class ClusterProfile(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> ClusterProfile:
+        # Room for a dozen jobs at eight ports each; a person's own torchrun may hold its default.
         if self.last_port - self.first_port < 100 or self.first_port <= TORCHRUN_DEFAULT_PORT <= self.last_port:
             raise ValueError(
                 f"first_port to last_port must be at least 100 ports without torchrun's own {TORCHRUN_DEFAULT_PORT}"

@@ -50,6 +50,7 @@ from moelab.runs.status import State, Status
 POLL_S = 0.5
 LOCK_WAIT_S = 1.0
 """Longer than those hold the lock who only look whether a launcher is alive."""
+LINE_INTERVAL_S = 5.0
 MIN_FREE_BYTES = 16 << 20  # the last lines of the log, the status and the metrics still fit
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
@@ -364,29 +365,22 @@ def _require_c4() -> None:
 
 
 class Progress:
-    """Prints a line of progress of a study every ``interval_s`` seconds.
+    """Prints lines of progress of a study, :data:`LINE_INTERVAL_S` seconds apart while a run trains.
 
     The time left is, for every run still to come, what a run takes besides its steps (start-up, held-out loss, the end)
     plus its steps at the pace of its arm; an arm that has not run yet gets the mean pace of the others.
     """
 
     def __init__(
-        self,
-        study: Study,
-        done: Collection[int],
-        say: Say,
-        *,
-        interval_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, study: Study, done: Collection[int], say: Say, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._study, self._say, self._interval_s, self._clock = study, say, interval_s, clock
+        self._study, self._say, self._clock = study, say, clock
         self._waiting = [index for index in range(len(study.experiments)) if index not in done]
         self._pace_s: dict[str, float] = {}
         self._beside_s: list[float] = []
         self._last_said = -math.inf
         self._first: tuple[int, float] | None = None
         self._step = 0
-        self._begin(self._waiting[0] if self._waiting else 0)
 
     def start(self, index: int) -> None:
         """Experiment number ``index`` of the study has begun."""
@@ -402,7 +396,7 @@ class Progress:
             self._first = (self._step, now)
         elif self._step > self._first[0]:
             self._pace_s[self._run.arm] = (now - self._first[1]) / (self._step - self._first[0])
-        if now - self._last_said >= self._interval_s:
+        if now - self._last_said >= LINE_INTERVAL_S:
             self._last_said = now
             speed = f"loss {last['loss']:.3f} | {last['tps']:,.0f} tokens/s per rank"
             self._say(f"{self._where()} | {speed}{self._left(now)}")

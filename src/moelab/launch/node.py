@@ -142,7 +142,7 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
     """Train until something ends it; returns the script's exit code, the status, and what the run left if read."""
     run = start.run
     if not _is_free(start.port):
-        return *_again(start, status, f"port {start.port} of {start.options.host} is in use by another program"), None
+        return *_requeue(start, status, f"port {start.port} of {start.options.host} is in use by another program"), None
     (run.path / STOPPED_FILE).unlink(missing_ok=True)
     # Each start adds files of its own, since it may run on other nodes.
     number = "" if status.attempts == 1 else f"-{status.attempts}"
@@ -164,12 +164,12 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
     _settle(run.log)
     if code == 0 and (run.path / STOPPED_FILE).exists():
         step = json.loads((run.path / STOPPED_FILE).read_text())["step"]
-        return *_again(start, status, f"saved step {step} of {run.experiment.steps} before the time limit"), None
+        return *_requeue(start, status, f"saved step {step} of {run.experiment.steps} before the time limit"), None
     status, left = ended(run, replace(status, exit_code=code), start.logs, log_start=log_start)
     return (0 if status.state is State.COMPLETED else 1), status, left
 
 
-def _again(start: Start, status: Status, why: str) -> tuple[int, Status]:
+def _requeue(start: Start, status: Status, why: str) -> tuple[int, Status]:
     """Have the job requeued, unless it was requeued too often."""
     done, task = start.place.restarts, start.place.label.partition("_")[2]
     if done < start.options.requeues:

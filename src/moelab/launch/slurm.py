@@ -58,6 +58,7 @@ _ENDED = re.compile(  # 12_3|15|CANCELLED by 1000|0:15, from the completion log 
 _SUBMITTED = (  # how sbatch, or a site's wrapper of it, prints a job's number; the first form that occurs counts
     re.compile(r"Submitted batch job (?P<id>[1-9]\d{0,9})\b(?: on cluster (?P<cluster>[\w.-]+))?", re.ASCII),
     re.compile(r"\"job_?id\"\s*:\s*\"?(?P<id>[1-9]\d{0,9})\b(?P<cluster>)", re.ASCII | re.I),
+    # `--parsable`, on a line of its own below a greeting, as on TACC's systems (maestrowf issue 441).
     re.compile(r"^\s*(?P<id>[1-9]\d{0,9})(?:;(?P<cluster>[\w.-]+))?\s*$", re.ASCII | re.M),
 )
 _HIDDEN = {"None", "(null)", "N/A", "Unknown", ""}
@@ -327,8 +328,7 @@ def _whole_number(value: Any) -> int | None:
     """A whole number, not negative, in any of Slurm's forms; None for anything else."""
     if isinstance(value, dict):
         value = value.get("number") if value.get("set", True) and not value.get("infinite") else None
-    if isinstance(value, bool) or not isinstance(value, int | str):  # True is an int, too
-        return None
+    # By its text, since True is an int, too.
     return int(value) if re.fullmatch(r"\d{1,18}", str(value), re.ASCII) else None
 
 

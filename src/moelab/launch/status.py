@@ -126,6 +126,7 @@ def _update(run: RunDir, job: SlurmJob | None) -> Status:
 
 def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
     if job is None:
+        # An earlier version recorded whatever sbatch printed, such as the dashes above a site's greeting.
         if not status.state.is_final and status.job_id and not slurm.is_number(status.job_id):
             words = slurm.number_unknown(run, repr(status.job_id[:80]))
             return replace(status, state=State.SUBMITTED, job_id=None, reason=words)

@@ -102,6 +102,7 @@ class Fault(NamedTuple):
     def choices(self, facts: Facts) -> list[Any]:
         """Values of the factor that keep every rule of this factor, and every other rule that is kept now."""
         # What other fields break now is theirs to mend; a choice may break nothing more.
+        # Rule and field: the words of one that stays broken may name other numbers.
         others = {fault[:2] for fault in faults(facts) if fault.factor != self.factor}
         options = ((value, facts.vary(**{self.factor: value})) for value in candidates(facts, self.factor))
         return [value for value, changed in options if all(fault[:2] in others for fault in faults(changed))]
@@ -145,6 +146,7 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
     left, over = divmod(ranks, outer)
     if over:
         degrees = {axis: int(getattr(x, axis)) for axis in ("pp", "dp_replicate", "cp", "tp")}
+        # An axis that does not divide by itself is the one to name, else the largest.
         alone = [axis for axis, degree in degrees.items() if ranks % degree]
         product = " * ".join(f"{axis} {degree}" for axis, degree in degrees.items())
         words = f"{product} = {outer} must divide the {ranks} ranks (nodes * gpus_per_node)"
@@ -160,6 +162,7 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
         of = "key and value" if shape.grouped_queries else "attention"
         yield Fault("tp divides the heads", "tp", f"tensor parallelism must divide the {shape.kv_heads} {of} heads")
     whole_region, whole_experts = region % ep == 0, shape.num_experts % ep == 0
+    # Axes that do not divide the ranks leave no region: one fault is told then, not two.
     if dp_shard and not whole_region:
         words = f"it must divide the ranks it shares out, dp_shard {dp_shard} * cp {x.cp} * tp {x.tp} = {region}"
         yield Fault("ep divides its region", "ep", words, shapes_layout=True)
@@ -199,6 +202,7 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
     if x.pp_schedule not in SCHEDULES:
         words = "there is no such schedule; names are spelt as TorchTitan spells them"
         yield Fault("schedule exists", "pp_schedule", words, shapes_layout=True)
+    # A name in another case of letters has a schedule too, whose rules are told with it.
     if schedule is not None:
         own, turns, stages = schedule.stages_per_rank, facts.stages_per_rank, x.pp * facts.stages_per_rank
         loops = own > 1 and schedule.style == "loop"
@@ -256,6 +260,7 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
     # The nearest lengths keep all three rules, so that a mended seq_len is not refused for the next.
     multiple = math.lcm(even, blocks, chunks)
     below = x.seq_len // multiple * multiple
+    # 8 tokens are the least that an experiment takes.
     near = [value for value in (below, below + multiple) if 8 <= value <= reach]
     advice = f"nearest legal seq_len: {' or '.join(map(str, near))}" if near else "reduce tp or cp"
     if x.seq_len % even:
@@ -423,6 +428,7 @@ def _gpu(facts: Facts) -> Iterator[Fault]:
     if capability is not None and x.precision is Precision.FP8 and not has_grouped_fp8(capability):
         words = f"FP8 grouped GEMMs need SM90 or SM100, and {here}; precision=mxfp8 runs anywhere, emulated"
         yield Fault("GPU has FP8", "precision", words)
+    # `auto` needs no kernels: without them MXFP8 is emulated.
     native = x.precision is Precision.MXFP8 and x.mxfp8_kernels == "native"
     if capability is not None and native and not has_native_mxfp8(capability):
         words = f"torchao's MXFP8 kernels are for SM100 and SM103, and {here}. Legal mxfp8_kernels: auto, emulated"
@@ -569,6 +575,7 @@ def _beyond_a_node(facts: Facts) -> str:
 def _ranks_a_token(experts: int, top_k: int, ep: int) -> float:
     """Distinct ranks that TorchTitan's round-robin sends a token to, averaged over tokens."""
     local = experts // ep
+    # Copies are dealt out one after another, so a token begins at any multiple of this.
     starts = range(0, experts, math.gcd(experts, top_k))
     reached = [len({(start + copy) % experts // local for copy in range(top_k)}) for start in starts]
     return sum(reached) / len(reached)

@@ -45,6 +45,7 @@ class Schedule:
         """Whether the schedule can run this many micro-batches on ``pp`` ranks."""
         if microbatches < self.least_microbatches(pp * self.stages_per_rank):
             return False
+        # torch makes microbatches // pp rounds, and raises where they are not equal.
         return not self.whole_rounds or microbatches % max(1, microbatches // pp) == 0
 
 

@@ -310,6 +310,7 @@ class Moments:
         moments = self.pipeline(rank, modules, weights) if self.layout.pp > 1 else self.single(modules[0])
         moment, parts = max(moments, key=lambda candidate: sum(candidate[1].values()))
         sizes |= parts
+        # Master weights, AdamW's two moments and gradients are in FP32; what is gathered is in BF16.
         sizes["parameters"] = float(FP32 * weights.local)
         sizes["optimizer states"] = float(2 * FP32 * weights.local)
         sizes["gradients"] = float(FP32 * weights.local)
@@ -322,6 +323,7 @@ class Moments:
         if self.buffer and any(stage.moe_layers for stage in modules):
             sizes["dispatch buffers"] = float(self.buffer.size_bytes)
         degrees = (self.degrees.dp_replicate, self.degrees.fsdp, self.degrees.tp, self.degrees.ep, self.layout.pp)
+        # Each group of several GPUs has a communicator with buffers of its own.
         groups = sum(degree > 1 for degree in degrees)
         outside_gib = constants.context_gib.value + groups * constants.communicator_gib.value
         sizes["CUDA and NCCL"] = GIB * outside_gib
@@ -475,6 +477,7 @@ def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, w
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
     if backend is EPBackend.STANDARD or ranks == 1 or emulated:
         return None
+    # Domains of one size: the largest that NVLink joins and that divides the group.
     joined = math.gcd(ranks, nvlink_ranks(experiment, ranks))
     rows = ranks * tokens
     if backend is EPBackend.DEEPEP:

@@ -135,6 +135,7 @@ def _parameter_held(parameter: Parameter, degrees: Degrees, where: Coordinates) 
         axis = 1 if experts and crowded else 0
     others = prod(size for dim, size in enumerate(sizes) if dim != axis)
     padded = chunk(sizes[axis], ranks, 0) * others
+    # FSDP gathers pieces of one size: their padding is gathered too.
     gathered = padded * ranks
     return Held(
         chunk(sizes[axis], ranks, place) * others, padded, 0 if experts else gathered, gathered if experts else 0
@@ -147,5 +148,6 @@ def chunk(size: int, pieces: int, index: int) -> int:
     >>> [chunk(10, 4, index) for index in range(4)]
     [3, 3, 3, 1]
     """
+    # Rounded up, as in torch: the last pieces are smaller, or there are none.
     full = -(-size // pieces)
     return max(0, min(full, size - index * full))

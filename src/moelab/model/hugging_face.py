@@ -151,6 +151,7 @@ def read_model(source: str) -> HuggingFaceModel:
     else:
         raise BadInput(f"{source}: no such file, nor one of the models {', '.join(presets)}")
     whole = dict(config)
+    # Two levels deep in Qwen3-Omni; what stands outside counts where the inside does not say it.
     while inner := next((config[key] for key in INSIDE if isinstance(config.get(key), dict)), None):
         config = inner
         whole |= inner
@@ -198,10 +199,13 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
             raise BadInput(f"{key} is {width}; valid: a multiple of {shape['moe_hidden_dim']}")
         if wide:
             shape["num_shared_experts"] = wide // shape["moe_hidden_dim"]
+    # Llama 4 has one shared expert and no key that says so.
     shape.setdefault("num_shared_experts", int(kind == "llama4_text"))
+    # Transformers' DeepSeek-V2 does not look at `n_group` then.
     if config.get("topk_method") == "greedy" or "expert_groups" not in shape:
         shape |= {"expert_groups": 1, "limited_groups": 1}
     if latent:
+        # DeepSeek-V2-Lite has null: its queries have full rank.
         shape.setdefault("q_lora_rank", 0)
     else:
         shape.setdefault("n_kv_heads", shape["n_heads"])

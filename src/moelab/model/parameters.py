@@ -71,6 +71,7 @@ def _attention(shape: ModelShape) -> Iterator[Parameter]:
         yield Parameter(name="attention.kv_norm.weight", shape=(shape.kv_lora_rank,), part="norms")
         keys_values = shape.n_heads * shape.qk_nope_head_dim + values
         yield _linear("attention.wkv_b", keys_values, shape.kv_lora_rank, "attention", 0)
+    # Its inputs are the heads, which are sharded already; so are those of `w2`.
     yield _linear("attention.wo", shape.dim, shape.n_heads * shape.v_head_dim, "attention", 1)
 
 
@@ -89,6 +90,7 @@ def _moe(shape: ModelShape) -> Iterator[Parameter]:
     ):
         full = f"moe.routed_experts.inner_experts.{name}"
         yield Parameter(name=full, shape=sizes, part="routed experts", tp_dim=tp_dim)
+    # Whole on every rank: each routes tokens of its own.
     yield _linear("moe.router.gate", experts, shape.dim, "router", None)
     if shape.num_shared_experts:
         yield from _swiglu("moe.shared_experts", shape, shape.shared_hidden_dim, "shared experts")

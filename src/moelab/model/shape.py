@@ -168,6 +168,7 @@ def _faults(shape: ModelShape) -> list[tuple[bool, str]]:
             shape.top_k > limited * (experts // groups),
             f"top_k is {shape.top_k}; valid: at most the experts of {limited} of {groups} groups",
         ),
+        # Group-limited routing ranks groups by their two best experts.
         (experts < 2 * groups, f"num_experts is {experts}; valid: at least 2 in each of {groups} expert_groups"),
         *((size % 8 != 0, f"{name} is {size}; valid: a multiple of 8") for name, size in products),
         (

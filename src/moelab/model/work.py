@@ -69,6 +69,7 @@ def gemms(shape: ModelShape, tokens: int, *, tp: int = 1, ep: int = 1) -> tuple[
         rows = rows_of.get(part, tokens)
         products += (
             Gemm(name, part, "forward", rows, n, k, groups, count),
+            # The weight transposed, and then a sum over rows: K of wgrad is what M is of the others.
             Gemm(name, part, "dgrad", rows, k, n, groups, count),
             Gemm(name, part, "wgrad", n, k, rows, groups, count),
         )
@@ -84,6 +85,7 @@ def _weights(shape: ModelShape, tp: int, ep: int) -> tuple[tuple[str, Part, int,
         if weight.part == "norms":
             continue
         grouped = weight.part == "routed experts"
+        # Under expert parallelism experts are whole, and tensor-parallel ranks share their rows out.
         sharded = weight.tp_dim is not None and not (grouped and ep > 1)
         sizes = [size // tp if sharded and dim == weight.tp_dim else size for dim, size in enumerate(weight.shape)]
         groups = shape.num_experts // ep if grouped else 1

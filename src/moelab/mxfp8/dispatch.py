@@ -126,6 +126,7 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
         """
         order_N = torch.argsort(topk_expert_ids_TK.reshape(-1), stable=True)
         sent_re = num_local_tokens_per_expert_E.view(self.ranks, -1)
+        # Without sizes an all-to-all sends equal parts: to each rank the counts of its experts.
         received_re = torch.ops._c10d_functional.wait_tensor(all_to_all_single(sent_re, None, None, self.group))
         rows_e = padded_rows(received_re.sum(0), self.pad_multiple)
         # The one host sync: an all-to-all takes its sizes from the host, and so does the allocation of padded groups.

@@ -111,6 +111,7 @@ def grouped_mm(
     block = _CASTS[precision].block
     require_whole_blocks("the inner dimension K", weight_GKN.shape[1], block)
     require_whole_blocks("the outer dimension N", weight_GKN.shape[2], block)
+    # Only wgrad has blocks along the tokens: a validation pass may bring any number of them.
     needs_wgrad = torch.is_grad_enabled() and weight_GKN.requires_grad
     # A compiler does not know how many tokens a dispatch brings; the dispatcher has padded them.
     if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):

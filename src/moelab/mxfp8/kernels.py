@@ -63,6 +63,7 @@ def why_not_native() -> str | None:
     major, minor = torch.cuda.get_device_capability()
     if not has_native_mxfp8(major):
         return f"{torch.cuda.get_device_name()} is SM{major}{minor}; torchao's MXFP8 kernels are for SM100 and SM103"
+    # Imported only where the GPU could run them: it takes a while.
     from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
 
     if not _SM100_KERNELS_AVAILABLE:

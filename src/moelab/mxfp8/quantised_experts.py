@@ -116,7 +116,7 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
             super().__init__(config)
             kernels = getattr(config, "kernels", "emulated")
             self._arithmetic = "fp8" if precision == "fp8" else f"mxfp8_{kernels}"
-            if config.wgrad == precision:
+            if config.wgrad == precision:  # else in BF16, whatever another precision's name says
                 self._arithmetic += f"_wgrad_{precision}"
 
         def forward(
@@ -166,6 +166,7 @@ def expert_rows(
     contiguous: w1 is the gate's, w3 that of the factor beside it, w2 that of the product that follows. Scores are
     float32 factors of the hidden activation; ``arithmetic`` is a key of ``ARITHMETIC``.
     """
+    # Apart, because an autograd function sees no gradient of a tensor that comes inside of a tuple.
     x_RD, data_RD, scales_RS = (rows, None, None) if isinstance(rows, Tensor) else rows
     return _ExpertRows.apply(x_RD, data_RD, scales_RS, w1_eFD, w3_eFD, w2_eDF, ends_e, scores_R, arithmetic)
 
@@ -199,7 +200,7 @@ class _ExpertRows(torch.autograd.Function):
         gate_up_RH, w1_eFD, w3_eFD, w2_eDF, ends_e, *kept = ctx.saved_tensors
         scores_R = kept.pop() if ctx.scored else None
         how = ARITHMETIC[ctx.arithmetic]
-        y_RD = y_RD.contiguous()
+        y_RD = y_RD.contiguous()  # of a plain sum it is one number, expanded; kernels read rows of memory
         y = how.rows(y_RD, ends_e)
         h_grad_RF = how.product(y, how.transposed_weights([w2_eDF]), ends_e)
         grad_RH, grad, h_RF, scores_grad_R = how.swiglu_backward(gate_up_RH, h_grad_RF, scores_R, ends_e)
@@ -303,6 +304,7 @@ class _EmulatedMXFP8WithWgrad(_EmulatedMXFP8):
 
     @staticmethod
     def wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
+        # Blocks along the tokens do not cross columns, so the weights' gradients can be cast together and cut after.
         grad_NR, x_KR = fake_quantise_columns(grad_RN), fake_quantise_columns(x_RK)
         return [quantised_wgrad(part, x_KR, ends_e) for part in grad_NR.chunk(weights)]
 
@@ -402,6 +404,7 @@ class _FP8(_In8Bits):
     def product(left: Any, right: Any, ends_e: Tensor) -> Tensor:
         (data, factors_R), (weight, factors_eN) = left, right
         if _on_cuda(data):
+            # Fast accumulation, as torchao has it: Hopper's tensor cores keep the sum, which has fewer bits than FP32.
             return torch._scaled_grouped_mm(
                 data, weight, factors_R, factors_eN, ends_e, out_dtype=torch.bfloat16, use_fast_accum=True
             )
@@ -565,7 +568,7 @@ def native_mxfp8_wgrads(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: 
     An operator for the reason of :func:`fp8_wgrad`. The casts and their order are those of torchao 0.18's
     ``_compute_wgrad_sm100``; the gradient of all weights is cast at once.
     """
-    ends_of_scales = ends_e // BLOCK
+    ends_of_scales = ends_e // BLOCK  # exact, for dispatchers pad groups to whole blocks
 
     def along_tokens(operand: Tensor, parts: int) -> list[tuple[Tensor, Tensor]]:
         cast = torchao_mxfp8._to_mxfp8_dim1_kernel_wrapper(

@@ -131,7 +131,7 @@ def sides_of_study(
             run = judged.get((arm, seed))
             if run is None:
                 lost[seed] = reasons.get((arm, seed), "not run")
-            elif run.diverged:  # which none is that finished
+            elif run.diverged and not run.finished:
                 diverged[seed] = run.diverged
             elif not run.finished:
                 lost[seed] = end_of(run)

@@ -89,6 +89,7 @@ def nearest(name: str) -> str:
         return arm.precision is other.precision, arm.ep_backend is other.ep_backend, sum(same)
 
     legal = {other: one for other, one in named_arms().items() if one.model == arm.model and check(one).legal}
+    # Of equals the first, which is the plainest variant: the table begins with it.
     return max(legal, key=lambda other: in_common(legal[other]))
 
 

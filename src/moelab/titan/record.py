@@ -37,6 +37,7 @@ def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stag
     rank = torch.distributed.get_rank()
     if _first_of_stage(stages):
         path = dump_folder / CONVERTED_FOLDER / f"rank{rank}.json"
+        # A rank may hold several parts of the pipeline, each of which is recorded as it is built.
         before = json.loads(path.read_text())["modules"] if path.exists() else []
         write_json(path, {"kernels": kernels, "modules": list(dict.fromkeys([*before, *names]))})
 
