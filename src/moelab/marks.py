@@ -42,13 +42,13 @@ class Marks:
             self.marks.append((part, time.perf_counter()))
             return
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record()  # only queued: the GPU notes the time when it comes to it
         self.marks.append((part, event))
 
     def parts_us(self) -> dict[str, float]:
         """Microseconds of each part after the first mark, summed where a name returns; waits for the device."""
         if self.gpu:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # an event that was not reached yet has no time
         parts: dict[str, float] = {}
         for index, (part, _) in enumerate(self.marks[1:]):
             parts[part] = parts.get(part, 0.0) + self.between_us(index, index + 1)

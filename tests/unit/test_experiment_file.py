@@ -126,6 +126,7 @@ STUDIES: list[tuple[str, Sequence[str], str, list[tuple[str, int, int, float]]]]
     ("lr: '1e-4'", (), "study", [(BF16, 0, 60, 1e-4)]),
     ("lr: 1E-05", (), "study", [(BF16, 0, 60, 1e-5)]),
     ("steps: '20'\nseed: 7.0\nlr: 3", (), "study", [(BF16, 7, 20, 3.0)]),
+    ("hardware: {name: a, gpu: H100, nvlink_gpus: 8}", (), "study", [(BF16, 0, 60, 3e-3)]),  # those of its node
     ("lr: 1", ["lr = 1.0e-3", "steps=4", "steps=5", "name='no'"], "no", [(BF16, 0, 5, 1e-3)]),  # the last wins
 ]  # fmt: skip
 
@@ -263,6 +264,7 @@ SETTINGS = {
     "shape={num_shared_experts: yes}": "shape.num_shared_experts: got True; valid: a number, and this is a truth",
     "hardware={name: a, gpu: H100, memory_gib: on}": "hardware.memory_gib: got True; valid: a number, and this",
     "hardware={name: a, gpu: H100, memory_gib: 81559}": "memory_gib: got 81559; valid: less than 10000",
+    "hardware={name: a, gpu: H100, nvlink_gpus: 7}": "nvlink_gpus: got 7; valid: at least the 8 GPUs of a node",
     "hardware={name: a, gpu: a, capability: 90}": "capability: got 90; valid: less than 30",
     'hardware={name: a, gpu: "\\e[31m"}': "hardware.gpu: got '\\x1b[31m'; valid: printable text",
     "hardware=8": "hardware: got 8; valid: a name",

@@ -127,7 +127,7 @@ moelab 0.1.0, commit {COMMIT} in 2 runs, commit {COMMIT[::-1]} in 1 run against 
 git+https://github.com/pytorch/ao@{COMMIT}
 https://github.com/a/b/blob/{COMMIT}/c.py
 {COMMIT}-dirty
-git: wandb synced at commit {COMMIT}
+wandb: synced at commit {COMMIT}
 v0.1-3-g{COMMIT}
 models--x/snapshots/{COMMIT}/config.json
 {COMMIT} refs/heads/main
@@ -202,6 +202,7 @@ def test_a_variable_of_a_secret_name_and_a_commit_by_its_name(monkeypatch: pytes
     monkeypatch.setenv("TRACKER_API_KEY", "correct horse")
     monkeypatch.setenv("OTHER_TOKEN", "true")  # too short to be searched for
     assert without_secrets("cannot log in with correct horse: true") == "cannot log in with ***: true"
+    assert without_secrets(f"wandb: after the commit, key {COMMIT}") == "wandb: after the commit, key ***"
     assert each_text(without_secrets, {"git_commit": COMMIT, "run": COMMIT}) == {"git_commit": COMMIT, "run": "***"}
 
 

@@ -74,10 +74,10 @@ def test_ranks_of_one_launch_are_one_segment(tmp_path: Path) -> None:
 
 
 def test_folders_of_several_runs(tmp_path: Path) -> None:
-    for name, loss in (("bf16", 8.0), ("mxfp8/seed1", 8.1)):
+    for name, created, loss in (("bf16", 200, 8.0), ("mxfp8/seed1", 100, 8.1)):
         for rank in (0, 1):
             folder = tmp_path / "study" / name / "tb" / "20260914-0310" / f"rank_{rank}"
-            write(folder, 100, {1: {"loss_metrics/global_avg_loss": loss, "wps": 5.0}})
+            write(folder, created, {1: {"loss_metrics/global_avg_loss": loss, "wps": 5.0}})
     runs = [(one.run, one.segments, one.rows["tps"].tolist()) for one in collect(tmp_path / "study")]
     assert runs == [("bf16", 1, [5.0]), ("mxfp8/seed1", 1, [5.0])]
     for created, date, loss in ((100, "20260914-0310", 8.0), (200, "20260914-0500", 8.1)):

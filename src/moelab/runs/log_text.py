@@ -133,9 +133,9 @@ def tail(file: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
     log = LogBytes(file)
     if not log.is_plain:
         text = bytearray()
-        for block in log:
+        for block in log:  # nothing can be sought in it
             text += block
-            if len(text) > 2 * size:
+            if len(text) > 2 * size:  # not with each block: what stays is copied
                 del text[:-size]
         return text[-size:].decode(errors="replace")
     with file.open("rb") as stream:

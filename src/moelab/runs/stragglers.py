@@ -52,6 +52,7 @@ def outliers(values: Mapping[Name, float]) -> dict[Name, float]:
     numbers = np.array([value for value in values.values() if np.isfinite(value)])
     if len(numbers) < LEAST_RANKS:
         return {}
+    # Medians, and not a mean and its deviation: a rank that is slow enough would hide itself in both.
     middle = float(np.median(numbers))
     spread = MAD_TO_DEVIATION * float(np.median(np.abs(numbers - middle)))
     limit = middle + max(DEVIATIONS * spread, LEAST_EXCESS * middle)
@@ -66,7 +67,9 @@ def find_stragglers(own: pd.DataFrame) -> tuple[dict[int, float], list[str]]:
     Returns:
         The slow ranks with the median share by which they are slower, and the hosts all of whose ranks are slow.
     """
+    # With gradient accumulation a step has several batches.
     time_s = own.pivot_table(index="step", columns="rank", values="time_s", aggfunc="sum")
+    # First within each step: longer texts make one step longer than another for all ranks.
     relative = time_s.div(time_s.median(axis=1), axis=0).median()
     ranks = outliers(dict(zip(relative.index.astype(int).tolist(), relative.tolist(), strict=True)))
     hosts = own.groupby("rank")["host"].last()
@@ -96,7 +99,7 @@ def read_own_times(folder: Path) -> pd.DataFrame:
     for file in sorted(folder.glob("*.jsonl")):
         with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
-                if FETCHED in line:
+                if FETCHED in line:  # a few lines of many, and JSON is slow
                     with suppress(ValueError, LookupError, TypeError):  # a line that was cut or torn
                         entry = json.loads(line)
                         if entry["log_type_name"] == FETCHED:

@@ -123,6 +123,7 @@ def _rows(logged: list[list[tuple[int, Scalars]]], column_of: Callable[[str], st
     for name in dict.fromkeys(column for column, *_ in parts):
         own = np.repeat([column == name for column, *_ in parts], counts)
         given = np.where(np.isnan(value), REPORTED_NAN, value) if name == "grad_norm" else value
+        # The largest of parameter groups and of ranks; `fmax` passes over the NaN of those that have none.
         rows[name] = np.fmax.reduceat(np.where(own, given, math.nan)[order], starts)
     return ranks_to_rows(rows, ["segment", "step"])
 
@@ -185,6 +186,7 @@ def _scalars(file: Path, damage: list[str]) -> Iterator[Scalars]:
         damage.append(f"{file.name} is damaged: {lost}")
     for records, width in _records_of_one_form(content, starts, sizes):
         event = Event.FromString(records[0].tobytes())
+        # Protobuf's number: seven bits a byte, the lowest first.
         step = (records[:, 10 : 10 + width].astype(np.int64) & 127) << 7 * np.arange(width)
         values = [one for one in event.summary.value if one.HasField("simple_value")]
         if len(values) == 1:
