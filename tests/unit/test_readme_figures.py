@@ -49,7 +49,8 @@ def quotes(beginning: str, *numbers: float | list[float], pages: str = PAGES) ->
     text = " ".join(pages.replace("**", "").split())
     begin = text.index(beginning)
     expected = [one for number in numbers for one in (number if isinstance(number, list) else [number])]
-    for number, printed in zip(expected, NUMBER.finditer(text, begin + len(beginning)), strict=False):
+    shown = itertools.islice(NUMBER.finditer(text, begin + len(beginning)), len(expected))
+    for number, printed in zip(expected, shown, strict=True):
         sign, digits = printed.groups()
         value = f"{number:{'+' if sign else ''},.{len(digits.partition('.')[2])}f}".replace("-", "−")
         assert sign + digits == value, f"{text[begin : printed.end()]!r} should end with {value}"
