@@ -130,7 +130,6 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
 LEGAL: list[dict[str, Any]] = [
     {**ON_96, "ep": 32, "dp_replicate": 3},
     {"tp": 16, "seq_len": 8208},  # what BROKEN's seq_len of 8200 is advised to be
-    {"ep_backend": "deepep", "hardware": {"name": "mine", "gpu": "Another"}},  # of which nothing is known
     {"shape": GQA, "tp": 4},
     {"dataset": "c4", "shape": {"vocab_size": 129_280}},
     {"shape": {"vocab_size": 2048}},
