@@ -276,19 +276,26 @@ def thin_estimate(experiment: Experiment, thin: dict[str, int]) -> tuple[MemoryE
     return estimate(experiment, layout, H100, shape=shape), held
 
 
-ROWS = {row["case"]["name"]: row for row in json.loads((RESULTS / "memory_h100.json").read_text())["rows"]}
-WORST = 0.06
+ROWS = {
+    f"{gpu}: {row['case']['name']}": row
+    for gpu in ("h100", "h200")
+    for row in json.loads((RESULTS / f"memory_{gpu}.json").read_text())["rows"]
+    if not row["error"]
+}
+WORST = {"h100": 0.06, "h200": 0.075}
 
 
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row["error"]])
-def test_measured_peaks_and_shards_of_h100s(name: str) -> None:
+@pytest.mark.parametrize("name", ROWS)
+def test_measured_peaks_and_shards_of_hopper_gpus(name: str) -> None:
+    """The model is of expandable segments; without them more is reserved."""
     case, ranks = ROWS[name]["case"], ROWS[name]["ranks"]
     experiment = Experiment(**case["experiment"])
     memory, held = thin_estimate(experiment, case["thin"])
     for rank, measured in enumerate(ranks):
         stage = memory.by_stage[rank * experiment.pp // len(ranks)]
-        peak_gib = max(step["max_reserved_gib"] for step in measured["reported"])
-        assert stage.reserved_gib == pytest.approx(peak_gib, rel=WORST), (name, rank, stage.moment, stage.parts)
+        error = stage.reserved_gib / max(step["max_reserved_gib"] for step in measured["reported"]) - 1
+        low, high = (-WORST[name[:4]], WORST[name[:4]]) if case["expandable_segments"] else (-0.105, -0.05)
+        assert low < error < high, (name, rank, stage.moment, stage.parts)
         assert measured["local"] == {"parameters": held[rank], "optimizer_states": 2 * held[rank]}
         assert measured["outside_allocator_bytes"] / 2**30 <= memory.worst.outside_gib
 
@@ -299,7 +306,7 @@ def test_compiled_dispatchers_as_seen_on_two_h100s(backend: str, seen_gib: float
     experiment = Experiment(model="671B", ep_backend=backend, gpus_per_node=2, ep=2, seq_len=4096, local_batch=2,
                             routing="round_robin", compile="model+loss")  # fmt: skip
     memory, _held = thin_estimate(experiment, {"dense_layers": 1, "moe_layers": 2, "experts": 32})
-    assert memory.worst.reserved_gib == pytest.approx(seen_gib, rel=WORST)
+    assert memory.worst.reserved_gib == pytest.approx(seen_gib, rel=WORST["h100"])
 
 
 def selective_peaks(arm: str) -> dict[str, dict[bool, float]]:

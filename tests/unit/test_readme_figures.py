@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_h100 import table
 from memory_h100_case import thin_shape
 from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
 from validation.table import full_node_rows, with_errors
@@ -32,6 +33,7 @@ from moelab.projection.measured import (
 from moelab.projection.validation import ONE_NODE, errors_by_kind, validation_table
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = " ".join(page.read_text() for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 NUMBER = re.compile(r"(?<![\w.])([+−]?)(\d+(?:,\d{3})*(?:\.\d+)?)(?!\w)")
 MEASURED = load_measured(TWO_BY_TWO)
@@ -41,7 +43,7 @@ Columns = Mapping[str, Mapping[str, list[Any]]]
 
 
 def results_of(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def quotes(beginning: str, *numbers: float | list[float], pages: str = PAGES) -> None:
@@ -160,6 +162,46 @@ def test_stock_and_the_best_arm_under_each_checkpointing() -> None:
     quotes("no: the fastest arm takes", longer[0], longer[-1], *reserved)
 
 
+def predicted_gib(arm: str, shape: str, checkpointing: str) -> float:
+    """The fullest rank of one of the two-by-two's arms on two H200s."""
+    thin = ALL_SHAPES[shape]
+    fields = {**arm_of(arm), "activation_checkpoint": checkpointing, "routing": ROUTINGS[1]}
+    fields["shape"] = thin_shape(dense_layers=thin.dense, moe_layers=thin.moe, experts=thin.experts)
+    experiment = thin_experiment(thin, fields, hardware="h200_node")
+    layout = check(experiment).layout
+    assert layout is not None
+    return estimate(experiment, layout, cluster_of("h200_node").node.gpu, shape=thin.thin(2)).worst.reserved_gib
+
+
+def test_stock_is_short_of_memory_with_expandable_segments_too() -> None:
+    rows = results_of("h200_expandable_segments")["rows"]
+    assert {(row["shape"], row["activation_checkpoint"]) for row in rows} == {(list(DEPTHS)[1], "none")}
+    stock, arm = (next(iter(results([one for one in rows if one["arm"] == name], "none").values())) for name in (
+        STOCK[1], WGRAD))  # fmt: skip
+    without = results(of_campaign("29T15:20"), "none")[f"{list(DEPTHS)[1]} {STOCK[1]}"]
+    assert max(stock["tps"]) < min(without["tps"])
+    (retries,) = {row["allocator_retries"] for row in rows if row["arm"] == STOCK[1]}
+    (gib,) = {row["peak_reserved_gib"] for row in rows if row["arm"] == WGRAD}
+    quotes("it retries", retries, stock["tps"], without["tps"], arm["tps"], gib)
+    quotes("had said, before that run,", *(predicted_gib(name, list(DEPTHS)[1], "none") for name in (STOCK[1], WGRAD)))
+
+
+def test_memory_of_one_and_two_h200s() -> None:
+    lines = [line.split(" | ") for line in table(RESULTS / "memory_h200.json").splitlines()[2:]]
+    errors = {line[0].strip("| "): float(line[3].rstrip("%")) for line in lines}
+    expandable = [error for name, error in errors.items() if "fixed segments" not in name]
+    quotes("`memory_h200.json`)", len(expandable), min(expandable), max(expandable))
+    peaks = {
+        row["case"]["name"]: max(step["max_reserved_gib"] for rank in row["ranks"] for step in rank["reported"])
+        for gpu in ("h100", "h200")
+        for row in results_of(f"memory_{gpu}")["rows"]
+    }
+    ends = ", fixed segments"
+    more = [100 * (peak / peaks[name.removesuffix(ends)] - 1) for name, peak in peaks.items() if name.endswith(ends)]
+    quotes("without them five cases reserve", min(more), max(more))
+    assert len(more) == 5
+
+
 def test_fp8_experts_in_one_pass() -> None:
     rows, day_before = (selective(of_campaign(campaign)) for campaign in ("29T12:47", "28T23:10"))
     assert ({row["order"] for row in rows}, {row["order"] for row in day_before}) == ({0, 1}, {0})
@@ -183,15 +225,7 @@ def test_fp8_experts_in_one_pass() -> None:
     gib = by(rows, "arm", "shape")
     reserved = [gib[f"{arm} {name}"]["peak_reserved_gib"] for arm in (FP8, WGRAD, STOCK[1]) for name in DEPTHS]
     quotes("Reserved memory was", *reserved)
-    predicted = []
-    gpu = cluster_of("h200_node").node.gpu
-    for arm, shape in itertools.product((FP8, STOCK[1]), (ALL_SHAPES[name] for name in DEPTHS)):
-        thin = {"shape": thin_shape(dense_layers=shape.dense, moe_layers=shape.moe, experts=shape.experts)}
-        fields = {**arm_of(arm), **thin, "activation_checkpoint": "selective", "routing": ROUTINGS[1]}
-        experiment = thin_experiment(shape, fields, hardware="h200_node")
-        layout = check(experiment).layout
-        assert layout is not None
-        predicted.append(estimate(experiment, layout, gpu, shape=shape.thin(2)).worst.reserved_gib)
+    predicted = [predicted_gib(arm, name, "selective") for arm in (FP8, STOCK[1]) for name in DEPTHS]
     quotes("The memory model predicts", *predicted)
 
 
