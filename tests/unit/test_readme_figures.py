@@ -174,16 +174,16 @@ def predicted_gib(arm: str, shape: str, checkpointing: str) -> float:
 
 
 def test_stock_is_short_of_memory_with_expandable_segments_too() -> None:
-    rows = results_of("h200_expandable_segments")["rows"]
-    assert {(row["shape"], row["activation_checkpoint"]) for row in rows} == {(list(DEPTHS)[1], "none")}
-    stock, arm = (next(iter(results([one for one in rows if one["arm"] == name], "none").values())) for name in (
-        STOCK[1], WGRAD))  # fmt: skip
-    without = results(of_campaign("29T15:20"), "none")[f"{list(DEPTHS)[1]} {STOCK[1]}"]
+    rows, deepest = results_of("h200_expandable_segments")["rows"], list(DEPTHS)[1]
+    assert {(row["shape"], row["activation_checkpoint"]) for row in rows} == {(deepest, "none")}
+    arms, before = results(rows, "none"), results(of_campaign("29T15:20"), "none")
+    stock, arm = (arms[f"{deepest} {name}"] for name in (STOCK[1], WGRAD))
+    without = before[f"{deepest} {STOCK[1]}"]
     assert max(stock["tps"]) < min(without["tps"])
     (retries,) = {row["allocator_retries"] for row in rows if row["arm"] == STOCK[1]}
     (gib,) = {row["peak_reserved_gib"] for row in rows if row["arm"] == WGRAD}
     quotes("it retries", retries, stock["tps"], without["tps"], arm["tps"], gib)
-    quotes("had said, before that run,", *(predicted_gib(name, list(DEPTHS)[1], "none") for name in (STOCK[1], WGRAD)))
+    quotes("had said, before that run,", *(predicted_gib(name, deepest, "none") for name in (STOCK[1], WGRAD)))
 
 
 def test_memory_of_one_and_two_h200s() -> None:
