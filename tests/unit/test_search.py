@@ -119,6 +119,8 @@ def test_where_nothing_fits_the_nearest_are_named_and_where_nothing_is_legal_non
     missing = [candidate.headroom_gib for candidate in result.nearest]
     assert missing == sorted(missing, reverse=True)
     assert [candidate.fits for candidate in result.nearest] == [False] * 3
+    by_speed = recommend(experiment, settings=False, limit=3).result
+    assert [candidate.headroom_gib for candidate in by_speed.nearest] == missing
     nothing = search(SMALL.model_copy(update={"dispatch_precision": "fp8"}))
     assert (nothing.candidates, nothing.nearest, nothing.legal, nothing.examined > 0) == ((), (), 0, True)
 

@@ -188,6 +188,13 @@ def test_wandb_exports_joined_without_a_name(tmp_path: Path) -> None:
     path = tmp_path / "history.csv"
     restart = [history(0.001, first=11, at=1e9 + 1000), history(last=20)]
     assert [run[1:] for run in runs_of(path, *restart)] == [(2, [*range(1, 21), *range(11, 31)])]
+    in_two_rows = [  # of a step the loss, then the throughput: W&B makes a row of each call
+        pd.concat([one, one.drop(columns=LOSS_NAME).assign(**{"throughput(tps)": 100.0})]).sort_values(
+            "_step", kind="stable"
+        )
+        for one in restart[::-1]
+    ]
+    assert [run[1:] for run in runs_of(path, *in_two_rows)] == [(2, [*range(1, 21), *range(11, 31)])]
     for other in (history(0.02, at=1e9 + 1000), history(0.02, at=1e9 + 1)):  # later, and at the same time
         both = pd.concat([history(), other])
         for table in (both, both.drop(columns="_timestamp")):
