@@ -15,6 +15,7 @@ from moelab.analysis import verdict as verdicts
 from moelab.analysis.convergence import compare_convergence, final_losses
 from moelab.analysis.equivalence import (
     Margin,
+    equivalence_margin,
     equivalence_power,
     lower_sd_limit,
     outlying_seeds,
@@ -315,6 +316,14 @@ ANSWERS = {
     ),
     "after its warm-up": case(LIKE_EIGHT, EIGHT, YES, "^(?!.*warm-up)", steps=LATE, lr_warmup_steps=1499),
 }
+
+
+def test_a_margin_says_which_of_its_bounds_it_is() -> None:
+    for cap, words in (
+        (0.03, "cap, 0.0300 (given); the seeds alone would give 0.1"),
+        (0.5, "; below its cap, 0.5000 (given)"),
+    ):
+        assert words in equivalence_margin(SCATTER, reference="bf16_standard", margin_cap_nats=cap).source
 
 
 @pytest.mark.parametrize("name", ANSWERS)

@@ -19,6 +19,7 @@ from figure_support import assert_says, notes, title, unpacked
 
 import moelab.viz
 from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
+from moelab.analysis.curves import drawn_seeds, joined_lines
 from moelab.analysis.throughput import arm_throughput, gain
 from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.errors import BadInput
@@ -127,6 +128,13 @@ def test_the_title_states_the_final_losses_of_the_seeds_that_all_have() -> None:
     np.testing.assert_allclose(bold.y, others)
     assert len(thin.x) == 3 * 81 + 61
     assert first_verdict(cut).seeds == (0, 2, 3)
+
+
+def test_of_many_seeds_a_hundred_at_most_are_drawn_evenly() -> None:
+    assert [len(drawn_seeds(seeds)) for seeds in (7, 100, 101, 250)] == [7, 100, 51, 84]
+    curves = pd.DataFrame(np.ones((30, 250)))
+    x, y = joined_lines(curves)
+    assert np.isnan(x).sum() == np.isnan(y).sum() == 84
 
 
 @pytest.mark.parametrize("fall", [4.0, 0.3, 0.0])
