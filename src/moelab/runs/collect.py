@@ -515,10 +515,10 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
             # Tables alone: JSON beside one is W&B's configuration and summary.
             if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
                 return _read_exports(exports), None
-            found = (
+            nothing = (
                 f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export; give what has one"
             )
-            raise BadInput("\n".join([found, *faults])) from None
+            raise BadInput("\n".join([nothing, *faults])) from None
         names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
         beginnings = (next(iter(LogBytes(file)), b"") for file in logs)
         seen = next((f"; {words}" for beginning in beginnings if (words := what_was_seen(beginning))), "")

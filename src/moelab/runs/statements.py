@@ -437,9 +437,9 @@ class Scan:
 
     def _learn_prefix(self, line: str, begins: str, following: str = "") -> None:
         """Remember what stands before TorchTitan's words, or before a traceback's header and the line that follows."""
-        prefix, found, _ = line.partition(begins)
+        prefix, begun, _ = line.partition(begins)
         # PyTorch's prefix and the time stamps are known, and a margin is that of an exception group.
-        is_known = not found or not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
+        is_known = not begun or not _STAMPS.sub("", _RANKS.sub("", prefix)).strip(" |+")
         if is_known or any(known.match(line) for known in self._prefixes):
             return
         pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(prefix)))
