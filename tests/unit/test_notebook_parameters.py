@@ -202,7 +202,8 @@ def test_one_run_is_made_to_be_watched_and_one_to_be_traced(tmp_path: Path) -> N
     mine = parameters_of("11_explain_step", record=True, profiler_step=2, study="s", runs_dir=str(tmp_path))
     (traced,) = mine.to_study().experiments
     assert (watched.seed, traced.seed, mine.to_choice()) == (0, 0, {"rank": None, "step": 2})
-    runs = [make_run(tmp_path, traced, [8.0]) for _ in range(3)]
+    # Of one second, in which their order is that of random names.
+    runs = sorted((make_run(tmp_path, traced, [8.0]) for _ in range(3)), key=lambda run: run.path)
     for run in runs[:2]:
         (run.path / TRACES_FOLDER).mkdir(parents=True)
     assert mine.to_paths() == [runs[1].path]
