@@ -34,7 +34,6 @@ class FinalLosses:
         """
         known = {arm: one.losses for arm, one in self.seeds.items() if one.losses}
         # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
-        # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
         common = set.intersection(*map(set, known.values())) if known else set()
         return {
             arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))

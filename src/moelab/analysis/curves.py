@@ -61,7 +61,6 @@ def paired_difference(table: pd.DataFrame, verdict: Verdict) -> pd.DataFrame:
     assert verdict.steps is not None  # None is of a held-out loss, which has no curve
     (first, last), seeds = verdict.steps, list(verdict.seeds)
     # Runs side by side may log other steps; a window counts those that all have.
-    # Runs side by side may log other steps; a window counts those that all have.
     difference = (seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]).dropna()
     return difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
 
