@@ -35,7 +35,7 @@ from moelab.experts import scored_swiglu
 from moelab.machine import environment
 from moelab.mxfp8 import quantised_experts as experts
 from moelab.mxfp8.quantise import Precision8, quantise, quantise_fp8
-from moelab.projection.measured import DRY_RUN
+from moelab.planning.measured import DRY_RUN
 from moelab.runs.files import write_json
 from moelab.titan.models import FLASH_BLOCKS, FLEX_TILES
 

@@ -41,8 +41,8 @@ from moelab.errors import BadInput
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
 from moelab.machine import environment, git_commit, gpus
+from moelab.planning.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
 from moelab.privacy import each_text, without_places
-from moelab.projection.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
 from moelab.runs.files import write_json
 
 HERE = Path(__file__).parent

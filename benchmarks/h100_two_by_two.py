@@ -58,8 +58,8 @@ from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_t
 from moelab.deepep.dispatcher import PADDED
 from moelab.experiment import Experiment
 from moelab.machine import environment, gpus
+from moelab.planning.measured import DRY_RUN
 from moelab.privacy import without_places
-from moelab.projection.measured import DRY_RUN
 from moelab.runs.files import write_json
 from moelab.titan import config_registry, routing
 

@@ -1,4 +1,4 @@
-"""Measure the memory of thin DeepSeek-V3 models on one or two Hopper GPUs, for ``moelab.memory`` to be held against.
+"""Measure the memory of thin DeepSeek-V3 models on one or two Hopper GPUs, to hold the memory model against.
 
 Every case trains five steps under torchrun in processes of its own and is written to ``--output`` as soon as it ends,
 so that a case that fails, runs out of memory or is cut off costs nothing but itself; a second call goes on with what is
@@ -37,8 +37,8 @@ from moelab.hardware import H100
 from moelab.layout import check
 from moelab.layout.schedule import split_layers
 from moelab.machine import environment
-from moelab.memory import estimate
 from moelab.model import shape_of
+from moelab.planning.memory import estimate
 from moelab.runs.files import write_json
 from moelab.titan import corpus
 

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from moelab.machine import cores, processor_name
-from moelab.projection.project import project
+from moelab.planning.project import project
 from moelab.titan.arms import named_arms
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from moelab.experiment import Experiment
 from moelab.machine import cores, processor_name
-from moelab.plan import headroom_gib
-from moelab.search import search
+from moelab.planning.plan import headroom_gib
+from moelab.planning.search import search
 
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoint": "full", "hardware": "b200_x256"}
 SEARCHES = {
@@ -66,7 +66,7 @@ def main() -> int:
     }
     report = {
         "label": "measured",
-        "what": "moelab.search.search over the whole space of a cluster, one core, processor time, median",
+        "what": "moelab.planning.search.search over the whole space of a cluster, one core, processor time, median",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "python": platform.python_version(),
         "cpu": processor_name(),

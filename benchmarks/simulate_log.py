@@ -20,10 +20,10 @@ import numpy as np
 from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.experiment import Experiment
 from moelab.model import flops_per_token, shape_for
-from moelab.plan import plan
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.published import published_job
-from moelab.projection.step import tps_of
+from moelab.planning.plan import plan
+from moelab.planning.published import published_job
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.time.step import tps_of
 
 RUN = Experiment(**SIMULATED)
 FLOPS = flops_per_token(shape_for(RUN), RUN.seq_len)

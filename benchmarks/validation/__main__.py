@@ -17,8 +17,8 @@ from typing import Any
 import pandas as pd
 
 from moelab.machine import git_commit
-from moelab.projection.calibration import fitted
-from moelab.projection.validation import errors_by_kind
+from moelab.planning.time.calibration import fitted
+from moelab.planning.validation import errors_by_kind
 from moelab.runs.files import write_whole
 
 from .gemm_fit import fit_file

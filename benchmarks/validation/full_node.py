@@ -19,10 +19,7 @@ import numpy as np
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.layout.schedule import split_layers
-from moelab.memory import estimate
-from moelab.projection.calibration import CALIBRATION, Calibration, drawn
-from moelab.projection.job import Job
-from moelab.projection.measured import (
+from moelab.planning.measured import (
     EP_DEGREES,
     FULL_NODE,
     ROUTINGS,
@@ -33,8 +30,11 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.step import step_parts_s, tps_of
-from moelab.projection.uncertainty import CONFIDENCE, outside, relative_width
+from moelab.planning.memory import estimate
+from moelab.planning.time.calibration import CALIBRATION, Calibration, drawn
+from moelab.planning.time.job import Job
+from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.uncertainty import CONFIDENCE, outside, relative_width
 
 from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
 
@@ -53,7 +53,7 @@ def predicted_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
     shapes = {SCALING: NODE_SHAPES[SCALING], SMALL: ALL_SHAPES[SMALL], **NODE_SHAPES}
     return {
         "label": "derived",
-        "what": "tokens/s per GPU of thin models on 2, 4 and 8 GPUs of one node, by moelab.projection, before any of "
+        "what": "tokens/s per GPU of thin models on 2, 4 and 8 GPUs of one node, by moelab.planning, before any of "
         "it was measured on more than two",
         "date": date,
         "git_commit": git_commit,

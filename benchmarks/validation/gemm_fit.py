@@ -26,9 +26,9 @@ from moelab.data import read_yaml
 from moelab.hardware import B200, H100, Gpu
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import SHAPE, case_of, stored
-from moelab.projection.calibration import CALIBRATION, Calibration, with_values
-from moelab.projection.gemm import CAST_BYTES, Kind, gain, grouped_parts, grouped_time_s, rates_of
-from moelab.projection.gemm_fit import GOAL
+from moelab.planning.gemm_fit import GOAL
+from moelab.planning.time.calibration import CALIBRATION, Calibration, with_values
+from moelab.planning.time.gemm import CAST_BYTES, Kind, gain, grouped_parts, grouped_time_s, rates_of
 
 SPREAD = {"kernel": 0.05, "step": 0.05, "speed-up": 0.03}
 """Relative error that an observation is thought to have: it weighs as its inverse."""

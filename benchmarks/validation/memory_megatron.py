@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from moelab.layout.schedule import in_flight
-from moelab.memory.activations import BF16, FP32, Work, backward_working_set, saved_without_checkpointing
 from moelab.model import EMBEDDING, HEAD, NORM, ModelShape, Parameter, parameters, shape_of
+from moelab.planning.memory.activations import BF16, FP32, Work, backward_working_set, saved_without_checkpointing
 
 GIB = 2**30
 OPTIMIZER_BYTES = 3 * FP32

@@ -3,7 +3,7 @@
 What others published and what was noted by hand is in ``parts.csv``: a row has the figure with its source and date, the
 name of a function of :data:`PREDICT`, and what that function is asked. What programs of ``benchmarks/`` measured is
 read from their own files; torchao's table of grouped products and the H100's are those that
-:mod:`validation.gemm_fit` fits, DeepEP's is :data:`moelab.projection.exchange.QUOTED`.
+:mod:`validation.gemm_fit` fits, DeepEP's is :data:`moelab.planning.time.exchange.QUOTED`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend
 from moelab.hardware import B200, GPUS, NIC_400G
-from moelab.memory.activations import BF16
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.mxfp8.grouped_gemm_cases import Case as Size
 from moelab.mxfp8.grouped_gemm_cases import GroupedPrecision
-from moelab.projection.calibration import Calibration
-from moelab.projection.exchange import (
+from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
+from moelab.planning.memory.activations import BF16
+from moelab.planning.time.calibration import Calibration
+from moelab.planning.time.exchange import (
     PERMUTATIONS,
     QUOTED,
     QuotedBandwidth,
@@ -31,11 +32,10 @@ from moelab.projection.exchange import (
     exchange_time_s,
     hybridep_shares,
 )
-from moelab.projection.gemm import Rates, grouped_time_s, rates_of
-from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
-from moelab.projection.memory_bound import memory_rate
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
-from moelab.projection.validation import ValidationRow
+from moelab.planning.time.gemm import Rates, grouped_time_s, rates_of
+from moelab.planning.time.memory_bound import memory_rate
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.planning.validation import ValidationRow
 
 from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
 

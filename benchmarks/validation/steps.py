@@ -34,13 +34,13 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.memory import estimate
-from moelab.memory.sharding import StageModules
+from moelab.layout.sharding import StageModules
 from moelab.model import SHAPES, ModelShape
 from moelab.model.hugging_face import read_model
-from moelab.projection.job import MEGATRON, Job, Stack, job_of, titan
-from moelab.projection.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured, node_results
-from moelab.projection.validation import H100_LATER, NOW, ValidationRow
+from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured, node_results
+from moelab.planning.memory import estimate
+from moelab.planning.time.job import MEGATRON, Job, Stack, job_of, titan
+from moelab.planning.validation import H100_LATER, NOW, ValidationRow
 
 from .full_node import node_job
 from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
@@ -61,7 +61,7 @@ class Step:
         job: the step as the model sees it.
         over: of a gain, the slower arm.
         memory_gib: reserved on the fullest rank; None where it is not known.
-        memory_predicted_gib: by :mod:`moelab.memory`; None of other stacks than TorchTitan.
+        memory_predicted_gib: by :mod:`moelab.planning.memory`; None of other stacks than TorchTitan.
     """
 
     row: ValidationRow

@@ -14,8 +14,7 @@ from scipy.optimize import root
 
 from moelab.errors import BadInput
 from moelab.experiment import Routing
-from moelab.projection.calibration import CALIBRATION, Calibration, fitted, with_values
-from moelab.projection.measured import (
+from moelab.planning.measured import (
     FULL_NODE,
     TWO_BY_TWO,
     Measurement,
@@ -25,10 +24,11 @@ from moelab.projection.measured import (
     load_predicted,
     node_results,
 )
-from moelab.projection.published import identification_lines, projected_two_by_two
-from moelab.projection.step import step_parts_s, tps_of
-from moelab.projection.uncertainty import outside, relative_width
-from moelab.projection.validation import (
+from moelab.planning.published import identification_lines, projected_two_by_two
+from moelab.planning.time.calibration import CALIBRATION, Calibration, fitted, with_values
+from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.uncertainty import outside, relative_width
+from moelab.planning.validation import (
     NOUS,
     NOW,
     ONE_NODE,

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.job import Job
-from moelab.projection.step import tps_of
-from moelab.projection.validation import BRIDGE_SOURCE, PUBLISHED, Change
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.time.job import Job
+from moelab.planning.time.step import tps_of
+from moelab.planning.validation import BRIDGE_SOURCE, PUBLISHED, Change
 
 from .steps import Step
 

@@ -218,7 +218,7 @@ def _row(name: str, status: Any) -> dict[str, str | None]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from moelab.doctor import examine
+    from moelab.health.doctor import examine
 
     if not options.cluster:
         if options.nodes or options.file or options.cluster_set or options.runs:
@@ -259,11 +259,11 @@ def _chosen_arms(study: Any, wanted: str | None) -> list[Any]:
 
 def _constants(options: argparse.Namespace, experiment: Any) -> Any:
     """The constants for how unevenly the router loads experts, measured with ``--load``."""
-    from moelab.memory import memory_constants
+    from moelab.planning.memory import memory_constants
 
     if options.load is None:
         return memory_constants
-    from moelab.runs.expert_load import measured_constants
+    from moelab.planning.memory.measured import measured_constants
 
     return measured_constants(options.load, experiment)
 
@@ -310,7 +310,16 @@ def _plan(options: argparse.Namespace) -> int:
     arms, model = _arms_and_model(options)
     if options.search and len(arms) == 1:
         return _search(options, arms[0])
-    from moelab.plan import model_text, plan, plan_text, study_text, titan_config, titan_text, verified, verified_text
+    from moelab.planning.plan import (
+        model_text,
+        plan,
+        plan_text,
+        study_text,
+        titan_config,
+        titan_text,
+        verified,
+        verified_text,
+    )
 
     if len(arms) > 1:
         if options.search or options.verify or options.config or options.write:
@@ -351,9 +360,9 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
     from moelab.experiment_file import parse_overrides
     from moelab.hardware import gpu_of
     from moelab.layout import check
-    from moelab.plan import headroom_gib
-    from moelab.recommendation import recommend, recommendation_text, search_text
-    from moelab.search import VARIED, search
+    from moelab.planning.advice import recommend, recommendation_text, search_text
+    from moelab.planning.plan import headroom_gib
+    from moelab.planning.search import VARIED, search
 
     if options.load:
         raise BadInput("--load applies to a single plan; leave it out with --search")
@@ -378,10 +387,10 @@ def _search(options: argparse.Namespace, experiment: Any) -> int:
 
 
 def _project(options: argparse.Namespace) -> int:
-    from moelab.projection.calibration import CALIBRATION, read_calibration
-    from moelab.projection.project import arms_text, project, projection_text
-    from moelab.recommendation import better_layout, better_text
-    from moelab.search import chosen_fields
+    from moelab.planning.advice import better_layout, better_text
+    from moelab.planning.project import arms_text, project, projection_text
+    from moelab.planning.search import chosen_fields
+    from moelab.planning.time.calibration import CALIBRATION, read_calibration
 
     chosen, _ = _arms_and_model(options)
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
@@ -404,7 +413,7 @@ def _project(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from moelab.explain.explanation import explain, explanation_text
+    from moelab.traces.explanation import explain, explanation_text
 
     experiment = _traced_experiment(options)  # before a file of gigabytes is read
     if experiment is None and (options.fit or options.calibration):
@@ -427,8 +436,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _against(options: argparse.Namespace, explained: Any, experiment: Any) -> tuple[dict[str, Any], str]:
     """An explanation beside the prediction, as JSON and as text; saves a calibration with ``--fit``."""
-    from moelab.explain.against import compare, comparison_text, fit
-    from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
+    from moelab.planning.time.calibration import CALIBRATION, read_calibration, with_values, write_calibration
+    from moelab.traces.against import compare, comparison_text, fit
 
     calibration = read_calibration(options.calibration) if options.calibration else CALIBRATION
     if not options.fit:

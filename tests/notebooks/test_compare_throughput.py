@@ -19,9 +19,9 @@ from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import execute, read_parameters
 from moelab.notebooks.study import CLUSTER_FIELDS, bring_forward
-from moelab.plan import plan
-from moelab.projection.measured import TWO_BY_TWO, load_measured
-from moelab.projection.published import projected_two_by_two
+from moelab.planning.measured import TWO_BY_TWO, load_measured
+from moelab.planning.plan import plan
+from moelab.planning.published import projected_two_by_two
 from moelab.runs import directory
 from moelab.runs.collect import collect, newest
 from moelab.runs.status import State

@@ -10,13 +10,13 @@ import pytest
 from notebook_support import Ran
 
 from moelab.analysis.two_by_two import CODE, STOCK, arm_results
-from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.exchange import QUOTED
-from moelab.projection.measured import ALL_TO_ALL_H200, FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
-from moelab.projection.published import published_job
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
-from moelab.projection.step import tps_of
-from moelab.projection.traffic import (
+from moelab.planning.measured import ALL_TO_ALL_H200, FULL_NODE, SCALING, TWO_BY_TWO, load_measured, load_predicted
+from moelab.planning.published import published_job
+from moelab.planning.time.calibration import CALIBRATION, with_values
+from moelab.planning.time.exchange import QUOTED
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.planning.time.step import tps_of
+from moelab.planning.time.traffic import (
     EXPANDING,
     EXPANDING_FP8,
     METHODS,

@@ -14,14 +14,14 @@ import torch
 from notebook_support import parameters_of, sources
 
 from moelab.data.example_logs import EXAMPLE_LOGS
-from moelab.doctor import examine
-from moelab.explain.against import packaged_steps
+from moelab.health.doctor import examine
 from moelab.mxfp8.errors import GroupedGemm, compare_products, synthetic
-from moelab.projection.gemm_fit import fit_b200
-from moelab.projection.published import projected_two_by_two, published_parts
-from moelab.projection.routing import RoutingModel
+from moelab.planning.gemm_fit import fit_b200
+from moelab.planning.published import projected_two_by_two, published_parts
+from moelab.planning.sweep import by_gpus, by_network
+from moelab.planning.time.routing import RoutingModel
 from moelab.study_report import judge_paths
-from moelab.sweep import by_gpus, by_network
+from moelab.traces.against import packaged_steps
 
 ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "00_start_here": {'mine = "bf16_standard"': ('mine = "mxfp8_standard"',)},

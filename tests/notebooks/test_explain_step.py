@@ -10,9 +10,9 @@ from notebook_support import ROOT, Ran, parameters_of, ran
 
 from moelab import data
 from moelab.experiment_file import write_experiment
-from moelab.explain.against import compare, fit, packaged_steps
 from moelab.notebooks import execute, read_parameters
-from moelab.projection.calibration import with_values
+from moelab.planning.time.calibration import with_values
+from moelab.traces.against import compare, fit, packaged_steps
 
 NAME = "11_explain_step"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"

@@ -11,9 +11,9 @@ from notebook_support import WIDGET, Ran
 from moelab.hardware import B200
 from moelab.mxfp8.grouped_gemm_results import stored
 from moelab.notebooks import NotebookFailed, execute
-from moelab.projection.calibration import with_values
-from moelab.projection.gemm import break_even_m, gain, grouped_time_s, rates_of
-from moelab.projection.gemm_fit import GOAL, expert_work, fit_b200, fit_h100, leave_one_out, published_work
+from moelab.planning.gemm_fit import GOAL, expert_work, fit_b200, fit_h100, leave_one_out, published_work
+from moelab.planning.time.calibration import with_values
+from moelab.planning.time.gemm import break_even_m, gain, grouped_time_s, rates_of
 
 ROOT = Path(__file__).parents[2]
 NAME = "02_find_grouped_gemm_break_even"

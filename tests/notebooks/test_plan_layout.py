@@ -17,9 +17,9 @@ from moelab.model import count_parameters, shape_for
 from moelab.model.hugging_face import published_models
 from moelab.notebooks import execute, read_parameters
 from moelab.notebooks.batch import END_MARKER, NotebookFailed
-from moelab.plan import plan
-from moelab.projection.project import project
-from moelab.recommendation import recommend
+from moelab.planning.advice import recommend
+from moelab.planning.plan import plan
+from moelab.planning.project import project
 
 NAME = "05_plan_layout"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"

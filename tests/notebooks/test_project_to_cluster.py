@@ -11,12 +11,12 @@ from notebook_support import WIDGET, Ran, parameters_of
 from moelab.analysis.published import THROUGHPUT
 from moelab.errors import Refused
 from moelab.experiment import Routing
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.project import project
-from moelab.projection.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
-from moelab.projection.step import step_parts_s
-from moelab.projection.validation import errors_by_kind, validation_table, waterfall
-from moelab.sweep import by_gpus
+from moelab.planning.project import project
+from moelab.planning.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
+from moelab.planning.sweep import by_gpus
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.time.step import step_parts_s
+from moelab.planning.validation import errors_by_kind, validation_table, waterfall
 
 NAME = "08_project_to_cluster"
 

@@ -15,8 +15,8 @@ from moelab.experiment import Experiment
 from moelab.hardware import cluster_of
 from moelab.notebooks import execute
 from moelab.notebooks.batch import NotebookFailed
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
-from moelab.projection.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.planning.time.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
 from moelab.runs.expert_load import ExpertLoadFile
 from moelab.viz.traffic import TrafficExplorer, destination_histogram
 

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from notebook_support import ROOT, Ran
 
-from moelab.doctor import examine
+from moelab.health.doctor import examine
 from moelab.machine import GpuInfo
 from moelab.notebooks import StartParameters, parameters
 from moelab.notebooks.map import MINUTES_AND_HARDWARE, markdown_table

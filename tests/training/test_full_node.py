@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moelab.deepep.benchmark_cases import OPERATIONS
-from moelab.projection.measured import DRY_RUN
+from moelab.planning.measured import DRY_RUN
 
 pytestmark = pytest.mark.training
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.launch import capability
 from moelab.launch.capability import refusals
 from moelab.machine import GpuInfo, GpusUnknown
-from moelab.plan import plan
+from moelab.planning.plan import plan
 
 
 def node(count: int, name: str, sm: float | None) -> tuple[GpuInfo, ...]:

@@ -37,7 +37,7 @@ def study(tmp_path: Path) -> Path:
 
 
 MAIN = "from moelab.cli import main\nmain({})"
-LIGHT = "import moelab.projection.project, moelab.recommendation, moelab.titan.verify, moelab.privacy"
+LIGHT = "import moelab.planning.project, moelab.planning.advice, moelab.titan.verify, moelab.privacy"
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.projection.job import job_of
-from moelab.projection.routing import draw_expert_ids, expected_destinations
+from moelab.planning.memory.measured import measured_constants
+from moelab.planning.time.job import job_of
+from moelab.planning.time.routing import draw_expert_ids, expected_destinations
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
-from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load, measured_constants
+from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load
 from moelab.study_report import judge_study, write_study_report
 from moelab.viz.study import expert_load_figure
 

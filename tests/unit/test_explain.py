@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from moelab import data
 from moelab.cli import main
 from moelab.errors import BadInput
-from moelab.explain.categories import COMMUNICATION, COMPUTE, Context, category
-from moelab.explain.explanation import Explanation, explain, explanation_text
-from moelab.explain.trace import Collective, read_trace
+from moelab.traces.categories import COMMUNICATION, COMPUTE, Context, category
+from moelab.traces.explanation import Explanation, explain, explanation_text
+from moelab.traces.trace import Collective, read_trace
 
 MEASURED = Path(data.__path__[0]) / "measured"
 GEMM = "nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNN"
@@ -181,7 +181,7 @@ def test_what_launched_a_kernel_says_more_than_its_name() -> None:
 
 
 def test_parts_are_the_projections_own() -> None:
-    from moelab.projection.job import CATEGORIES
+    from moelab.planning.time.job import CATEGORIES
 
     own = {"unknown", "pipeline transfers", "other collectives"}
     assert {*COMPUTE, *COMMUNICATION} - own == set(CATEGORIES) - {"host and waiting", "pipeline bubble"}

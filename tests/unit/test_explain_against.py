@@ -17,12 +17,12 @@ from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
-from moelab.explain.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
-from moelab.explain.explanation import Explanation, Product
-from moelab.explain.trace import UNNAMED_GPU
-from moelab.projection.calibration import CALIBRATION, read_calibration, with_values, write_calibration
-from moelab.projection.job import CATEGORIES
-from moelab.projection.project import project
+from moelab.planning.project import project
+from moelab.planning.time.calibration import CALIBRATION, read_calibration, with_values, write_calibration
+from moelab.planning.time.job import CATEGORIES
+from moelab.traces.against import MEANINGS, compare, fit, gemm_rates, measured_parts_ms, packaged_steps
+from moelab.traces.explanation import Explanation, Product
+from moelab.traces.trace import UNNAMED_GPU
 from moelab.viz.explain import (
     MOST_BARS,
     beside_predicted,

@@ -16,8 +16,7 @@ from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import arm_results
 from moelab.errors import BadInput
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.measured import (
+from moelab.planning.measured import (
     DRY_RUN,
     EP_DEGREES,
     FULL_NODE,
@@ -30,7 +29,8 @@ from moelab.projection.measured import (
     load_predicted,
     node_results,
 )
-from moelab.projection.step import tps_of
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.time.step import tps_of
 from moelab.viz.deepep import scaling
 
 ROOT = Path(__file__).parents[2]

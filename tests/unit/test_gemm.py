@@ -27,9 +27,21 @@ from validation.gemm_fit import (
 from moelab.errors import BadInput
 from moelab.hardware import B200
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS
-from moelab.projection import gemm_fit as packaged
-from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.gemm import (
+from moelab.planning import gemm_fit as packaged
+from moelab.planning.gemm_fit import (
+    GOAL,
+    break_even,
+    estimate,
+    expert_work,
+    fit_b200,
+    fit_h100,
+    gain_table,
+    published_work,
+    rows_text,
+)
+from moelab.planning.published import published_job
+from moelab.planning.time.calibration import CALIBRATION, with_values
+from moelab.planning.time.gemm import (
     CAST_BYTES,
     add_expert_casts,
     break_even_m,
@@ -41,19 +53,7 @@ from moelab.projection.gemm import (
     products_by_module,
     rates_of,
 )
-from moelab.projection.gemm_fit import (
-    GOAL,
-    break_even,
-    estimate,
-    expert_work,
-    fit_b200,
-    fit_h100,
-    gain_table,
-    published_work,
-    rows_text,
-)
-from moelab.projection.job import INDEX
-from moelab.projection.published import published_job
+from moelab.planning.time.job import INDEX
 
 TRUTH = with_values(
     blackwell_grouped=1000 / 1.3 / 2250, blackwell_bf16_alone=1.3, blackwell_low=2500 / 4500,

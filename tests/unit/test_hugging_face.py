@@ -16,7 +16,7 @@ from moelab.experiment_file import parse, parse_overrides, read_experiment
 from moelab.layout.rules import NATIVE_BLOCK
 from moelab.model import ModelShape, count_parameters, parameters, shape_for, shape_of
 from moelab.model.hugging_face import HuggingFaceModel, published_models, read_model
-from moelab.projection.project import project
+from moelab.planning.project import project
 
 MODELS = published_models()
 QWEN, V3 = MODELS["Qwen3-30B-A3B"]["config"], MODELS["DeepSeek-V3"]["config"]

@@ -24,7 +24,7 @@ from run_support import make_run
 from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import Experiment
 from moelab.launch.slurm import SlurmError
-from moelab.plan import plan
+from moelab.planning.plan import plan
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, StudyFollower

@@ -16,9 +16,9 @@ from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi, with_fi
 from processes import program
 
 from moelab import cli, doctor, machine
-from moelab.doctor import examine
 from moelab.experiment import EPBackend, Precision
 from moelab.finding import Finding
+from moelab.health.doctor import examine
 from moelab.health.node import check_gpus, report
 from moelab.launch import capability
 from moelab.machine import GpusUnknown, environment, gpu_problem, gpus

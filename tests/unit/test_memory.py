@@ -19,13 +19,13 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import B200, GROUP_PADDING, H100, Gpu
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
-from moelab.memory import PARTS, MemoryEstimate, deepep_buffer_bytes, estimate, local_numel, memory_constants
-from moelab.memory.activations import Work, saved
-from moelab.memory.peak import work_of
-from moelab.memory.sharding import chunk
+from moelab.layout.sharding import chunk, local_numel
 from moelab.model import count_parameters, shape_for, shape_of
 from moelab.model.hugging_face import read_model
-from moelab.projection.measured import TWO_BY_TWO, load_measured
+from moelab.planning.measured import TWO_BY_TWO, load_measured
+from moelab.planning.memory import PARTS, MemoryEstimate, deepep_buffer_bytes, estimate, memory_constants
+from moelab.planning.memory.activations import Work, saved
+from moelab.planning.memory.peak import work_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 V3 = shape_of("671B")

@@ -18,10 +18,10 @@ from moelab.experiment_file import parse, read_experiment, read_record, read_stu
 from moelab.hardware import Gpu, Node, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import nvlink_ranks
-from moelab.memory import estimate
-from moelab.projection.exchange import hybridep_shares
-from moelab.projection.project import project
-from moelab.recommendation import recommend
+from moelab.planning.advice import recommend
+from moelab.planning.memory import estimate
+from moelab.planning.project import project
+from moelab.planning.time.exchange import hybridep_shares
 
 TRAY = Node(gpu=Gpu(name="GB200", capability=10.0, memory_gib=None), gpus=4, nvlink_gpus=72)
 HOST = Node(gpu=Gpu(name="B200", capability=10.0, memory_gib=None), gpus=8)

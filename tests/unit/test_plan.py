@@ -16,7 +16,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.experiment_file import read_experiment, read_study
 from moelab.hardware import cluster_of
 from moelab.notebooks import ConvergenceParameters, read_parameters
-from moelab.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, layout_words, plan
+from moelab.planning.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, layout_words, plan
 from moelab.titan.arms import named_arms
 
 ROOT = Path(__file__).parents[2]

@@ -36,9 +36,9 @@ from moelab.launch.requirements import (
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import SlurmError
 from moelab.launch.status import drain, requeue_without
-from moelab.memory import estimate
 from moelab.model import count_parameters, shape_of
-from moelab.plan import plan
+from moelab.planning.memory import estimate
+from moelab.planning.plan import plan
 
 STUDIES = Path(__file__).parents[2] / "studies"
 B200 = read_cluster("nebius_soperator_b200")

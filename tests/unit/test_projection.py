@@ -22,19 +22,19 @@ from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.hardware import Cluster, ImpossibleHardware, cluster_of
 from moelab.layout import check
 from moelab.model import SHAPES, flops_per_token, gemms, shape_of
-from moelab.plan import headroom_gib
-from moelab.projection import uncertainty
-from moelab.projection.calibration import CALIBRATION, with_values
-from moelab.projection.exchange import add_exchange, exchange_time_s, fsdp_time_s, ring_time_s
-from moelab.projection.gemm import add_expert_casts, products_by_module, weights_by_module
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of, nothing
-from moelab.projection.memory_bound import held_by_kind, held_by_rank, memory_rate
-from moelab.projection.project import arms_text, can_be_placed, cost, project, projection_text, with_network
-from moelab.projection.routing import RoutingModel
-from moelab.projection.step import expected_maximum, launches, module_times, step_parts_s
-from moelab.projection.uncertainty import gain_interval
-from moelab.recommendation import TRIED, answer_lines, better_layout, better_text, recommend, recommendation_text
-from moelab.search import CONSIDERED, POLICIES, search
+from moelab.planning import uncertainty
+from moelab.planning.advice import TRIED, answer_lines, better_layout, better_text, recommend, recommendation_text
+from moelab.planning.plan import headroom_gib
+from moelab.planning.project import arms_text, can_be_placed, cost, project, projection_text, with_network
+from moelab.planning.search import CONSIDERED, POLICIES, search
+from moelab.planning.time.calibration import CALIBRATION, with_values
+from moelab.planning.time.exchange import add_exchange, exchange_time_s, fsdp_time_s, ring_time_s
+from moelab.planning.time.gemm import add_expert_casts, products_by_module, weights_by_module
+from moelab.planning.time.job import CATEGORIES, INDEX, PASS_INDEX, Job, job_of, nothing
+from moelab.planning.time.memory_bound import held_by_kind, held_by_rank, memory_rate
+from moelab.planning.time.routing import RoutingModel
+from moelab.planning.time.step import expected_maximum, launches, module_times, step_parts_s
+from moelab.planning.uncertainty import gain_interval
 from moelab.titan.arms import named_arms
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

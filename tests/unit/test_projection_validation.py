@@ -23,11 +23,8 @@ from moelab.analysis.published import THROUGHPUT
 from moelab.analysis.two_by_two import CODE, arm_results
 from moelab.experiment import Precision, Routing
 from moelab.model import shape_of
-from moelab.projection.calibration import CALIBRATION, fitted, with_values
-from moelab.projection.gemm import products_by_module
-from moelab.projection.job import INDEX, PART_SPREAD, PASS_INDEX
-from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
-from moelab.projection.published import (
+from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
+from moelab.planning.published import (
     ARMS,
     RUN_TO_RUN,
     SOLVED,
@@ -36,7 +33,10 @@ from moelab.projection.published import (
     published_job,
     remaining,
 )
-from moelab.projection.validation import (
+from moelab.planning.time.calibration import CALIBRATION, fitted, with_values
+from moelab.planning.time.gemm import products_by_module
+from moelab.planning.time.job import INDEX, PART_SPREAD, PASS_INDEX
+from moelab.planning.validation import (
     H100_LATER,
     ONE_NODE,
     OWN,

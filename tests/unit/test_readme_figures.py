@@ -20,8 +20,7 @@ from validation.table import full_node_rows, with_errors
 from moelab.analysis.two_by_two import CODE, DEPTHS, STOCK, arm_results, checkpointing_pairs, goal_lines, layer_gains
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.memory import estimate
-from moelab.projection.measured import (
+from moelab.planning.measured import (
     FULL_NODE,
     ROUTINGS,
     SCALING,
@@ -30,7 +29,8 @@ from moelab.projection.measured import (
     load_measured,
     node_results,
 )
-from moelab.projection.validation import ONE_NODE, errors_by_kind, validation_table
+from moelab.planning.memory import estimate
+from moelab.planning.validation import ONE_NODE, errors_by_kind, validation_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

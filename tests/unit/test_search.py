@@ -13,12 +13,12 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment, Precision
 from moelab.layout import SCHEDULES, Layout, check
 from moelab.layout.mesh import divisors
-from moelab.plan import headroom_gib
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.step import expert_s
-from moelab.recommendation import recommend
-from moelab.search import ORDER, VARIED, Candidate, search
-from moelab.sweep import PROFILES, on
+from moelab.planning.advice import recommend
+from moelab.planning.plan import headroom_gib
+from moelab.planning.search import ORDER, VARIED, Candidate, search
+from moelab.planning.sweep import PROFILES, on
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.time.step import expert_s
 
 SMALL = Experiment(model="debug", gpus_per_node=8, local_batch=4, seq_len=1024, hardware="h100_node")
 ON_256 = {"nodes": 32, "gpus_per_node": 8, "seq_len": 8192, "activation_checkpoint": "full", "hardware": "b200_x256"}

@@ -22,7 +22,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from moelab.deepep.benchmark_cases import ROUTINGS, SKEW, Size, choose_experts, rows_to_ranks, traffic
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
-from moelab.projection.routing import (
+from moelab.planning.time.routing import (
     KINDS,
     ExpertIds,
     ExpertPlacement,
@@ -34,7 +34,7 @@ from moelab.projection.routing import (
     routing_of_load,
     zipf_weights,
 )
-from moelab.projection.traffic import (
+from moelab.planning.time.traffic import (
     METHODS,
     Method,
     OnWires,

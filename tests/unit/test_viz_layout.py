@@ -18,8 +18,8 @@ from moelab.experiment import Experiment
 from moelab.hardware import B200, H100
 from moelab.layout import Layout, check
 from moelab.layout.mesh import groups_of
-from moelab.memory import estimate
-from moelab.recommendation import answer_lines, recommend
+from moelab.planning.advice import answer_lines, recommend
+from moelab.planning.memory import estimate
 from moelab.viz import LayoutExplorer, best_layouts, memory_bars, mesh_map, pipeline_schedule, technique_gains
 from moelab.viz.layout import ClusterGrid
 from moelab.viz.theme import FAR, NEAR

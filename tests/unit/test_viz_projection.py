@@ -15,13 +15,13 @@ from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.throughput import interaction
 from moelab.errors import BadInput
 from moelab.experiment import Precision
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
-from moelab.projection.project import GROUPS, Cost, project
-from moelab.projection.published import projected_two_by_two
-from moelab.projection.uncertainty import Estimate
-from moelab.projection.validation import GAIN, Change, row_table, validation_table
-from moelab.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
+from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
+from moelab.planning.project import GROUPS, Cost, project
+from moelab.planning.published import projected_two_by_two
+from moelab.planning.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.uncertainty import Estimate
+from moelab.planning.validation import GAIN, Change, row_table, validation_table
 from moelab.titan.arms import named_arms
 from moelab.viz import projection as viz
 from moelab.viz.study import published_bars

@@ -17,9 +17,9 @@ from moelab.analysis.two_by_two import arm_results, goal_lines
 from moelab.deepep import benchmark_cases
 from moelab.errors import BadInput
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
-from moelab.projection import traffic as model
-from moelab.projection.measured import ALL_TO_ALL, COMMANDS, OPERATIONS, TWO_BY_TWO, Measurement, load_measured
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.planning.measured import ALL_TO_ALL, COMMANDS, OPERATIONS, TWO_BY_TWO, Measurement, load_measured
+from moelab.planning.time import traffic as model
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.viz import deepep
 from moelab.viz import traffic as viz
 

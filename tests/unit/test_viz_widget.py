@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.errors import BadInput
-from moelab.projection.gemm import break_even_m
-from moelab.projection.gemm_fit import fit_b200
-from moelab.projection.project import project
+from moelab.planning.gemm_fit import fit_b200
+from moelab.planning.project import project
+from moelab.planning.time.gemm import break_even_m
 from moelab.titan.arms import named_arms
 from moelab.viz import LayoutExplorer
 from moelab.viz.grouped_gemm import ExpertExplorer

@@ -1,6 +1,6 @@
 """The published experiment that this project reproduces; ``data/published.yaml`` has its figures and their sources.
 
-What its scripts do differently from what is done here is in :mod:`moelab.plan`.
+What its scripts do differently from what is done here is in :mod:`moelab.planning.plan`.
 
 References:
     PyTorch and Nebius, DeepSeek-V3 pre-training with MXFP8 and DeepEP on B200, March 2026; Nebius ``ml-cookbook``,

@@ -15,10 +15,10 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.finding import Finding, fault
 from moelab.launch.cluster import ClusterProfile
-from moelab.memory.activations import FP32
 from moelab.model import TOKENIZERS, count_parameters, shape_for
-from moelab.plan import plan
-from moelab.projection.project import project
+from moelab.planning.memory.activations import FP32
+from moelab.planning.plan import plan
+from moelab.planning.project import project
 
 STREAMING_NODES = 4
 """Most nodes that may stream C4: each rank makes some ten calls to the hub at the start, and a cluster has one address;

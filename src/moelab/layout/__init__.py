@@ -1,7 +1,8 @@
 """Which parallel layouts are legal, what TorchTitan makes of them, and what is wrong with the others.
 
 - :func:`check` judges an experiment: every reason, every note, and the resolved :class:`Layout`.
-- ``rules.py`` holds the rules, ``mesh.py`` what they look at and the layout, ``schedule.py`` the pipeline schedules.
+- ``rules.py`` holds the rules, ``mesh.py`` what they look at and the layout, ``schedule.py`` the pipeline schedules,
+  ``sharding.py`` what a rank holds of every parameter.
 
 Nothing here loads torch.
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moelab.errors import MoelabError
 from moelab.machine import gpus
-from moelab.projection.measured import ALL_TO_ALL, Measurement, load_measured
+from moelab.planning.measured import ALL_TO_ALL, Measurement, load_measured
 
 RANKS = 2
 PROGRAM = "moelab.deepep.benchmark"

@@ -25,10 +25,10 @@ from moelab.experiment_file import Study, make_study, parse, read_experiment, re
 from moelab.machine import gpus
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
-from moelab.projection.routing import ExpertPlacement, RoutingModel, routing_of, routing_of_load
+from moelab.planning.sweep import on
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, routing_of, routing_of_load
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
-from moelab.sweep import on
 
 INJECTED = "# Parameters\n"
 """How papermill 2.7.0 begins the cell that it injects (``Translator.codify``)."""
@@ -389,7 +389,7 @@ class ExplainParameters(NotebookParameters):
         return traced[-1:]
 
     def to_choice(self) -> dict[str, int | None]:
-        """Which rank and step of them is shown, as :func:`moelab.explain.explanation.explain` takes it."""
+        """Which rank and step of them is shown, as :func:`moelab.traces.explanation.explain` takes it."""
         return {
             "rank": None if self.rank < 0 else self.rank,
             "step": None if self.profiler_step < 0 else self.profiler_step,

@@ -11,8 +11,8 @@ import pandas as pd
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
-from moelab.projection.project import project
-from moelab.projection.uncertainty import Estimate
+from moelab.planning.project import project
+from moelab.planning.uncertainty import Estimate
 from moelab.runs import directory
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, Report, judge_study

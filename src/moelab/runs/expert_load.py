@@ -8,7 +8,7 @@ file.
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,7 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 
 from moelab.errors import BadInput
-from moelab.experiment import Experiment, Routing
-from moelab.hardware import SourcedNumber
-from moelab.memory import MemoryConstants, memory_constants
-from moelab.model import shape_for
+from moelab.experiment import Routing
 from moelab.runs.directory import RunDir, is_run
 from moelab.runs.files import write_whole
 
@@ -208,30 +205,3 @@ def _read(path: Path) -> pa.Table | None:
     if types != _COLUMNS or any(column.null_count for column in table.columns):
         raise BadInput(f"{FILE} is damaged: its columns are not {', '.join(_COLUMNS)} in whole numbers")
     return table.replace_schema_metadata()
-
-
-def measured_constants(path: Path, experiment: Experiment) -> MemoryConstants:
-    """Constants of the memory model, and of a projection, with the load that a run measured in place of assumed ones.
-
-    Time and what is kept go with the mean over layers of the busiest rank at the end of the run; the peak goes with the
-    busiest rank of any layer at any recorded step. The load is of all data-parallel ranks together: that of a single
-    expert-parallel group can be more uneven.
-
-    The experiment is the one that is planned; the load is shared out over its ``ep`` ranks.
-
-    Raises:
-        BadInput: as :func:`routers_load`, and if this experiment's routing is not learned.
-    """
-    if experiment.routing is not Routing.LEARNED:
-        raise BadInput(
-            f"a measured load needs learned routing, but this experiment has routing {experiment.routing.value}"
-        )
-    load, run = routers_load(path, shape_for(experiment).num_experts)
-    busiest_SL = load.busiest_rank_SL(experiment.ep)
-    source = f"{FILE} of {run.name}" if run else path.name
-    return replace(
-        memory_constants,
-        routing_imbalance=SourcedNumber(value=float(busiest_SL[load.late].mean()), label="measured", source=source),
-        busiest_layer=SourcedNumber(value=float(busiest_SL.max()), label="measured", source=source),
-        expert_shares=tuple(load.shares_E(experiment.ep).tolist()),
-    )

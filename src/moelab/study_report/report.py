@@ -38,7 +38,6 @@ from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
-from moelab.explain.explanation import Explanation, explain
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected
 from moelab.runs.directory import Discovery
@@ -55,6 +54,7 @@ from moelab.study_report.sides import (
     sides_of_study,
     studies_in,
 )
+from moelab.traces.explanation import Explanation, explain
 
 
 class NothingToJudge(MoelabError):

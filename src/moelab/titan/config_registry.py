@@ -267,7 +267,7 @@ def one_microbatch(config: BaseEPTokenDispatcher.Config, *, tokens: int) -> Any:
     Both allocate their buffer once, for the most tokens that a rank ever dispatches at a time. TorchTitan 0.3.0 assumes
     the whole local batch and refuses a smaller number, but with a pipeline a rank dispatches one micro-batch: with 64
     sequences and micro-batches of one, the buffer would be 64 times too large. This can go when TorchTitan counts
-    micro-batches. (moelab's dispatcher does the same for DeepEP. :mod:`moelab.memory.peak` has the buffers' sizes.)
+    micro-batches. (moelab's dispatcher does the same for DeepEP. ``planning/memory/peak.py`` has the buffers' sizes.)
     """
     if not hasattr(config, "num_max_tokens_per_rank"):
         return config

@@ -23,7 +23,7 @@ from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment import Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import check
-from moelab.memory.sharding import local_numel
+from moelab.layout.sharding import local_numel
 from moelab.model import shape_for
 
 CAPABILITY = 10.0
@@ -39,7 +39,7 @@ def verify(experiment: Experiment, ranks: Sequence[int] | None = None) -> dict[s
         ``dispatcher``, ``overrides``, ``not_built`` (what needs a GPU, in words) and ``ranks``. For each: ``rank``,
         ``pp_rank``, ``stages`` (number and modules), ``parameters`` (elements of its shards), ``expert_parameters``,
         ``unique_parameters`` (each element divided by the number of ranks with a copy, so that all ranks sum up to the
-        total), ``mxfp8_modules``, ``predicted_parameters`` (by :mod:`moelab.memory`) and ``seconds``.
+        total), ``mxfp8_modules``, ``predicted_parameters`` (by :mod:`moelab.planning.memory`) and ``seconds``.
 
     Raises:
         BadInput: for a rank outside of the world.

@@ -21,8 +21,7 @@ from moelab.analysis.two_by_two import (
     shape_words,
     two_by_two_label,
 )
-from moelab.projection.exchange import QuotedBandwidth
-from moelab.projection.measured import (
+from moelab.planning.measured import (
     EP_DEGREES,
     OPERATIONS,
     ROUTINGS,
@@ -34,7 +33,8 @@ from moelab.projection.measured import (
     node_gains,
     payload_gb_s,
 )
-from moelab.projection.traffic import Pass, moved_gb, passes_ms
+from moelab.planning.time.exchange import QuotedBandwidth
+from moelab.planning.time.traffic import Pass, moved_gb, passes_ms
 from moelab.viz.draw import (
     draw_bars,
     draw_limit,
@@ -96,7 +96,7 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
 def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
     """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
 
-    Paths are of :func:`moelab.projection.traffic.gather_passes`; the bandwidth of the GPU's memory makes the time
+    Paths are of :func:`moelab.planning.time.traffic.gather_passes`; the bandwidth of the GPU's memory makes the time
     beside each bar; ``words`` say in the subtitle what the sizes are.
     """
     totals_gb = {name: moved_gb(passes) for name, passes in paths.items()}

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.explain.against import Comparison, GemmRate
-from moelab.explain.categories import COMMUNICATION, STRAGGLERS
-from moelab.explain.explanation import Explanation, hidden_communication, idle_together, stretch_of
 from moelab.hardware import known_gpu
+from moelab.traces.against import Comparison, GemmRate
+from moelab.traces.categories import COMMUNICATION, STRAGGLERS
+from moelab.traces.explanation import Explanation, hidden_communication, idle_together, stretch_of
 from moelab.viz.draw import diamonds, draw_bars, draw_limit, legend_below, list_rows
 from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 

@@ -12,8 +12,8 @@ import plotly.graph_objects as go
 
 from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
-from moelab.projection.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
-from moelab.projection.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
+from moelab.planning.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
+from moelab.planning.time.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
 from moelab.viz.draw import draw_bars, legend_below, list_rows, write_beside
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, menu
@@ -235,7 +235,7 @@ _DEGREES = (1, 2, 4, 8, 16, 32, 64)
 class ExpertExplorer(Explorer):
     """A model, a GPU and a layout as menus; above, the rows of the experts beside the break-even; below, the times.
 
-    The menus begin at the arguments, which are those of :func:`moelab.projection.gemm_fit.expert_work`.
+    The menus begin at the arguments, which are those of :func:`moelab.planning.gemm_fit.expert_work`.
     """
 
     label_px, control_px = 104, 244

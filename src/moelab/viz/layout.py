@@ -24,12 +24,12 @@ from moelab.layout import SCHEDULES, Layout, bubble_fraction, check, facts_of, f
 from moelab.layout.mesh import Group, coordinates, groups_of, nvlink_ranks
 from moelab.layout.rules import candidates
 from moelab.layout.schedule import Durations, timeline
-from moelab.memory import PARTS, MemoryEstimate, estimate
 from moelab.model import SHAPES
 from moelab.model.hugging_face import published_models, read_model
-from moelab.plan import layout_words, parameters_text
-from moelab.projection.project import extrapolated, project, speed_text
-from moelab.recommendation import Recommendation
+from moelab.planning.advice import Recommendation
+from moelab.planning.memory import PARTS, MemoryEstimate, estimate
+from moelab.planning.plan import layout_words, parameters_text
+from moelab.planning.project import extrapolated, project, speed_text
 from moelab.viz.draw import STAR, draw_limit, inside, legend_entry, name_map, nothing_to_draw
 from moelab.viz.table import TableView, as_table
 from moelab.viz.theme import FAR, INK, MUTED, NARROW, NEAR, NORMAL, OTHER, WARNING, new_figure

@@ -12,14 +12,14 @@ import plotly.graph_objects as go
 from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
 from moelab.layout import check
-from moelab.memory import estimate
 from moelab.model.hugging_face import IN_MENUS, read_model
-from moelab.projection.calibration import CALIBRATION
-from moelab.projection.project import DEEPSEEK_TOKENS, GROUPS, Cost, Projection, cost, group_s, project, step_s
-from moelab.projection.published import TwoByTwo
-from moelab.projection.uncertainty import OUTSIDE_FACTOR, Estimate
-from moelab.projection.validation import Change, added_tps
-from moelab.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
+from moelab.planning.memory import estimate
+from moelab.planning.project import DEEPSEEK_TOKENS, GROUPS, Cost, Projection, cost, group_s, project, step_s
+from moelab.planning.published import TwoByTwo
+from moelab.planning.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
+from moelab.planning.time.calibration import CALIBRATION
+from moelab.planning.uncertainty import OUTSIDE_FACTOR, Estimate
+from moelab.planning.validation import Change, added_tps
 from moelab.viz.draw import (
     diamonds,
     draw_arm_axis,
@@ -290,7 +290,7 @@ def arm_table(
 ) -> TableView:
     """Speed of each arm with its 90 % interval, its gain, and what a whole training takes.
 
-    Gains are percent over the first arm, as of :func:`moelab.sweep.gains_by_network`; ``words``: what is projected.
+    Gains are percent over the first arm, as of ``sweep.gains_by_network``; ``words``: what is projected.
     """
     rows = [
         {
@@ -333,7 +333,7 @@ UP, DOWN = "#009E73", "#D55E00"
 
 
 def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
-    """What each change of :func:`moelab.projection.validation.waterfall` adds, between published tokens/s per GPU."""
+    """What each change of :func:`moelab.planning.validation.waterfall` adds, between published tokens/s per GPU."""
     before, steps = [0.0, *(change.tps for change in changes[:-1])], added_tps(changes)
     most = max(range(1, len(steps)), key=steps.__getitem__)
     figure = new_figure(
@@ -373,7 +373,7 @@ KINDS: Mapping[str, ArmStyle] = {
 def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Estimate]], *, words: str) -> go.Figure:
     """What each technique gains against the bandwidth of each GPU's network card, with its interval.
 
-    Points are of :func:`moelab.sweep.by_network`, gains of its ``gains_by_network``; ``words`` name model and cluster.
+    Points are of ``sweep.by_network``, gains of its ``gains_by_network``; ``words`` name model and cluster.
     """
     styles = arm_styles(gains)
     networks = sorted({point.x for point in points})

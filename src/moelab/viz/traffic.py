@@ -20,7 +20,7 @@ from moelab.errors import BadInput
 from moelab.hardware import cluster_of
 from moelab.model import DispatchPrecision
 from moelab.model.hugging_face import IN_MENUS, read_model
-from moelab.projection.routing import (
+from moelab.planning.time.routing import (
     KINDS,
     ExpertPlacement,
     RoutingModel,
@@ -29,7 +29,7 @@ from moelab.projection.routing import (
     expected_destinations,
     routing_of,
 )
-from moelab.projection.traffic import (
+from moelab.planning.time.traffic import (
     METHODS,
     Method,
     OnWires,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 
-from moelab.memory.activations import BF16
-from moelab.memory.sharding import Degrees, Held, StageModules, held
+from moelab.layout.sharding import Degrees, Held, StageModules, held
 from moelab.model import ModelShape
-from moelab.projection.calibration import Calibration
-from moelab.projection.job import Job, Times, add
+from moelab.planning.memory.activations import BF16
+from moelab.planning.time.calibration import Calibration
+from moelab.planning.time.job import Job, Times, add
 
 LOSS_BYTES = 14.0
 """Of each logit: written, read twice by the softmax, its gradient written and read (BF16, one copy in FP32)."""

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.errors import BadInput
-from moelab.explain.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, STRAGGLERS, UNCLASSIFIED
-from moelab.explain.rank import Places, Rank, length_us
-from moelab.explain.trace import Rows, read_trace, trace_files
 from moelab.hardware import Gpu, known_gpu
-from moelab.projection.project import aligned
+from moelab.planning.project import aligned
+from moelab.traces.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, STRAGGLERS, UNCLASSIFIED
+from moelab.traces.rank import Places, Rank, length_us
+from moelab.traces.trace import Rows, read_trace, trace_files
 
 RESTART_US = 1000.0
 """What a host needs at most to launch again after it waited; beyond that it did something else."""

@@ -17,13 +17,13 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of
 from moelab.layout import check
 from moelab.layout.mesh import divisors, nvlink_ranks
-from moelab.memory import MemoryConstants, estimate, memory_constants
 from moelab.model import flops_per_token, shape_for
-from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.exchange import waits_over_network
-from moelab.projection.job import Job, job_of
-from moelab.projection.step import step_parts_s
-from moelab.projection.uncertainty import (
+from moelab.planning.memory import MemoryConstants, estimate, memory_constants
+from moelab.planning.time.calibration import CALIBRATION, Calibration
+from moelab.planning.time.exchange import waits_over_network
+from moelab.planning.time.job import Job, job_of
+from moelab.planning.time.step import step_parts_s
+from moelab.planning.uncertainty import (
     ACCUMULATED,
     CONFIDENCE,
     WAIT,

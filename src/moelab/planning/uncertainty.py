@@ -10,11 +10,11 @@ import numpy as np
 
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import ROCM
-from moelab.projection.calibration import Calibration, drawn
-from moelab.projection.exchange import waits_over_network
-from moelab.projection.gemm import is_blackwell
-from moelab.projection.job import CATEGORIES, PART_SPREAD, Job, Times
-from moelab.projection.step import step_parts_s
+from moelab.planning.time.calibration import Calibration, drawn
+from moelab.planning.time.exchange import waits_over_network
+from moelab.planning.time.gemm import is_blackwell
+from moelab.planning.time.job import CATEGORIES, PART_SPREAD, Job, Times
+from moelab.planning.time.step import step_parts_s
 
 CONFIDENCE = 0.9
 

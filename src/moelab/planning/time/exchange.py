@@ -3,8 +3,8 @@
 A ring over P ranks moves (P − 1)/P of the whole over every rank's wire. Inside a node that wire is NVLink; across nodes
 every GPU has a network card, and ranks that share a node share their cards.
 
-What dispatch and combine send is :mod:`moelab.projection.traffic`'s, wire by wire; NVLink and network work at the same
-time, so the slower one counts. What the GPU waits while the host learns how many rows come is the host's (``step.py``).
+What dispatch and combine send is ``traffic.py``'s, wire by wire; NVLink and network work at the same time,
+so the slower one counts. What the GPU waits while the host learns how many rows come is the host's (``step.py``).
 Permutation is measured in copies: one copy reads and writes every row that the experts multiply.
 
 =====================  =====================================================================
@@ -38,14 +38,14 @@ import numpy as np
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import GPUS, NIC_400G, Node, SourcedNumber
-from moelab.memory.activations import BF16, Work
-from moelab.memory.sharding import Degrees
+from moelab.layout.sharding import Degrees
 from moelab.model import BYTES_PER_ELEMENT, ModelShape
-from moelab.projection.calibration import Calibration
-from moelab.projection.gemm import sms_of
-from moelab.projection.job import PASS_INDEX, Job, PassName, Stack, Times, add_both_ways
-from moelab.projection.memory_bound import memory_rate
-from moelab.projection.routing import RoutingModel
+from moelab.planning.memory.activations import BF16, Work
+from moelab.planning.time.calibration import Calibration
+from moelab.planning.time.gemm import sms_of
+from moelab.planning.time.job import PASS_INDEX, Job, PassName, Stack, Times, add_both_ways
+from moelab.planning.time.memory_bound import memory_rate
+from moelab.planning.time.routing import RoutingModel
 
 
 @functools.lru_cache(maxsize=1024)

@@ -31,9 +31,9 @@ from moelab.layout import Layout
 from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.rules import LOSS_CHUNKS, native_mxfp8
 from moelab.layout.schedule import in_flight
-from moelab.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
-from moelab.memory.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
+from moelab.layout.sharding import NOTHING, Degrees, Held, StageModules, degrees_of, held, module_held, stage_modules
 from moelab.model import EMBEDDING, HEAD, ModelShape, shape_for
+from moelab.planning.memory.activations import BF16, FP32, LayerCosts, Mode, Work, layer_costs
 
 GIB = 2**30
 SCALE_BYTES = {"bf16": 0.0, "mxfp8": 1 / 32, "fp8": 0.0}
@@ -84,7 +84,7 @@ class MemoryConstants:
 
     routing_imbalance: SourcedNumber
     """Received rows of the busiest rank over all layers, relative to perfect balance, where the router decides; a
-    run's own, if it was measured (:func:`moelab.runs.expert_load.measured_constants`)."""
+    run's own, if it was measured (:func:`~moelab.planning.memory.measured.measured_constants`)."""
     busiest_layer: SourcedNumber  # the same of its busiest layer
     expert_shares: tuple[float, ...] = ()
     """Of a middling layer's rows, that each expert got; empty where no load was measured."""

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moelab.errors import BadInput
-from moelab.explain.categories import COMMUNICATION, FEW_ELEMENTS, Context, category, communication
-from moelab.explain.trace import RECORD, Rows, Trace
+from moelab.traces.categories import COMMUNICATION, FEW_ELEMENTS, Context, category, communication
+from moelab.traces.trace import RECORD, Rows, Trace
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

@@ -15,9 +15,9 @@ from moelab.analysis.arms import base_arm
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import Cluster, cluster_of, has_native_mxfp8
-from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.project import Projection, gain_over, project, with_network
-from moelab.projection.uncertainty import Estimate
+from moelab.planning.project import Projection, gain_over, project, with_network
+from moelab.planning.time.calibration import CALIBRATION, Calibration
+from moelab.planning.uncertainty import Estimate
 
 PROFILES: Mapping[str, str] = {
     "H100": "h100_x1024",

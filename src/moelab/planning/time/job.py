@@ -24,12 +24,12 @@ from moelab.hardware import Node
 from moelab.layout import Layout
 from moelab.layout.mesh import nvlink_ranks
 from moelab.layout.schedule import split_layers
-from moelab.memory.activations import Work, keeps_arrived
-from moelab.memory.peak import MemoryConstants, emulates, memory_constants, work_of
-from moelab.memory.sharding import Degrees, StageModules, degrees_of, stage_modules
+from moelab.layout.sharding import Degrees, StageModules, degrees_of, stage_modules
 from moelab.model import ModelShape, shape_for
-from moelab.projection.routing import ExpertPlacement, RoutingModel, expected_destinations, routing_of_load
-from moelab.projection.traffic import Method, OnWires, expected_rows
+from moelab.planning.memory.activations import Work, keeps_arrived
+from moelab.planning.memory.peak import MemoryConstants, emulates, memory_constants, work_of
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations, routing_of_load
+from moelab.planning.time.traffic import Method, OnWires, expected_rows
 
 C4_KEYS = 427.0
 """Keys that a token of C4 meets where documents are kept apart: their mean length, as if lengths were exponentially
@@ -172,7 +172,7 @@ class Job:
     emulated: bool = False  # whether MXFP8 is emulated
     dispatch: str = "bf16"  # format of tokens on their way to their experts
     routing: RoutingModel  # how tokens choose experts
-    checkpointing: str = "none"  # activation checkpointing, one of :data:`moelab.projection.gemm.RECOMPUTED`
+    checkpointing: str = "none"  # activation checkpointing, one of :data:`moelab.planning.time.gemm.RECOMPUTED`
 
     @property
     def pp(self) -> int:

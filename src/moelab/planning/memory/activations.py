@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from moelab.experiment import ActivationCheckpoint, EPBackend, Precision
-from moelab.memory.sharding import Degrees, Held, module_held
+from moelab.layout.sharding import Degrees, Held, module_held
 from moelab.model import ModelShape
 
 BF16, FP32, INT32, INT64 = 2, 4, 4, 8

@@ -36,12 +36,12 @@ from moelab.hardware import Cluster, cluster_of
 from moelab.layout import SCHEDULES, Facts, Layout, bubble_fraction, facts_of, resolve
 from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.layout.rules import faults_of_degrees, pipeline_faults
-from moelab.memory import estimate
-from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.job import job_of
-from moelab.projection.project import Projection, can_be_placed, on_cluster, project
-from moelab.projection.step import work_s
-from moelab.projection.uncertainty import SYSTEM_SPREAD
+from moelab.planning.memory import estimate
+from moelab.planning.project import Projection, can_be_placed, on_cluster, project
+from moelab.planning.time.calibration import CALIBRATION, Calibration
+from moelab.planning.time.job import job_of
+from moelab.planning.time.step import work_s
+from moelab.planning.uncertainty import SYSTEM_SPREAD
 
 VARIED = ("pp", "pp_schedule", "microbatch", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 """Fields of an experiment that a search chooses unless they are fixed."""
@@ -344,7 +344,7 @@ class Space:
 
     Of schedules that wait equally long and hold equally much only the first is kept.
 
-    Arguments are those of :func:`moelab.recommendation.recommend`; ``experiment`` is then on the cluster's kind of GPU.
+    Arguments are those of :func:`~moelab.planning.advice.recommend`; ``experiment`` is then on the cluster's GPUs.
     """
 
     def __init__(

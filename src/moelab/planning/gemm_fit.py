@@ -24,9 +24,9 @@ from moelab.model import gemms
 from moelab.model.hugging_face import read_model
 from moelab.model.shape import SHAPES
 from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
-from moelab.projection.calibration import Calibration, with_values
-from moelab.projection.gemm import Rates, break_even_m, gain, rates_of
-from moelab.projection.uncertainty import CONFIDENCE, Estimate
+from moelab.planning.time.calibration import Calibration, with_values
+from moelab.planning.time.gemm import Rates, break_even_m, gain, rates_of
+from moelab.planning.uncertainty import CONFIDENCE, Estimate
 
 FILE = "gemm_fit.json"
 GOAL = 0.10

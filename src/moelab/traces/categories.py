@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from moelab.data import read_yaml
-from moelab.explain.trace import Collective
+from moelab.traces.trace import Collective
 
 COMPUTE = (
     "expert GEMMs",

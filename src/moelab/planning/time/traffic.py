@@ -48,7 +48,7 @@ import numpy.typing as npt
 from moelab.errors import BadInput
 from moelab.hardware import Node
 from moelab.model import BYTES_PER_ELEMENT, DispatchPrecision
-from moelab.projection.routing import (
+from moelab.planning.time.routing import (
     Destinations,
     ExpertIds,
     ExpertPlacement,

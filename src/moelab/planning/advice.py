@@ -1,8 +1,8 @@
 """Which layout to take, how fast it is, and whether MXFP8 and DeepEP are worth it: the answer, and its words.
 
-:func:`recommend` asks :mod:`moelab.search` for the layouts whose intervals begin highest. Both sides of a comparison,
-the other value of a setting or a technique, are priced at a best layout of their own: what DeepEP gains at a layout
-that nobody should choose is no advice.
+``recommend`` asks :mod:`moelab.planning.search` for the layouts whose intervals begin highest. Both sides of a
+comparison, the other value of a setting or a technique, are priced at a best layout of their own: what
+DeepEP gains at a layout that nobody should choose is no advice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.hardware import Cluster, has_native_mxfp8
 from moelab.layout import check
-from moelab.plan import layout_words, parameters_text, rows, tokens_text
-from moelab.projection.calibration import CALIBRATION, Calibration
-from moelab.projection.job import Job
-from moelab.projection.project import Projection, aligned, extrapolated, gain_over, project, speed_text
-from moelab.projection.step import expert_s
-from moelab.projection.uncertainty import Estimate
-from moelab.search import MOST_TOKENS_AT_ONCE, ORDER, VARIED, Candidate, SearchResult, Space, chosen_fields
+from moelab.planning.plan import layout_words, parameters_text, rows, tokens_text
+from moelab.planning.project import Projection, aligned, extrapolated, gain_over, project, speed_text
+from moelab.planning.search import MOST_TOKENS_AT_ONCE, ORDER, VARIED, Candidate, SearchResult, Space, chosen_fields
+from moelab.planning.time.calibration import CALIBRATION, Calibration
+from moelab.planning.time.job import Job
+from moelab.planning.time.step import expert_s
+from moelab.planning.uncertainty import Estimate
 
 ORDER_BY_SPEED = "low end of the 90 % interval of tokens/s per GPU, so what nobody has measured must be clearly faster"
 BREAK_EVEN_STEP = 1.05

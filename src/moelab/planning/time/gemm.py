@@ -45,9 +45,9 @@ from moelab.experiment import Precision
 from moelab.hardware import Gpu, has_native_mxfp8
 from moelab.model import ModelShape, gemms
 from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction, GroupedPrecision
-from moelab.projection.calibration import Calibration
-from moelab.projection.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
-from moelab.projection.memory_bound import memory_rate
+from moelab.planning.time.calibration import Calibration
+from moelab.planning.time.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
+from moelab.planning.time.memory_bound import memory_rate
 
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
@@ -240,7 +240,7 @@ def break_even_m(n: int, k: int, groups: int, rates: Rates, precision: GroupedPr
     The gain grows with M, because all that does not grow with M is time of the 8-bit side. Arguments as :func:`gain`.
 
     >>> from moelab.hardware import B200
-    >>> from moelab.projection.calibration import CALIBRATION
+    >>> from moelab.planning.time.calibration import CALIBRATION
     >>> rows = break_even_m(2048, 7168, 8, rates_of(B200, CALIBRATION, alone=True))
     >>> 10_000 < rows < 25_000
     True

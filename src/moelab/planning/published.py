@@ -21,10 +21,10 @@ from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.projection.calibration import CALIBRATION, Calibration, drawn, with_values
-from moelab.projection.job import MODEL_OF_ROUTING, Job, job_of, titan
-from moelab.projection.step import step_parts_s, tps_of
-from moelab.projection.uncertainty import Estimate
+from moelab.planning.time.calibration import CALIBRATION, Calibration, drawn, with_values
+from moelab.planning.time.job import MODEL_OF_ROUTING, Job, job_of, titan
+from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.uncertainty import Estimate
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")

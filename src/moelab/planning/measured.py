@@ -25,9 +25,9 @@ from moelab.errors import BadInput
 from moelab.experiment import EPBackend
 from moelab.hardware import GPUS, MODELS, known_gpu
 from moelab.model import BYTES_PER_ELEMENT, shape_of
-from moelab.projection.calibration import Calibration, value_that_meets
-from moelab.projection.exchange import exchange_job, exchange_time_s
-from moelab.projection.gemm import grouped_time_s, is_blackwell, rates_of
+from moelab.planning.time.calibration import Calibration, value_that_meets
+from moelab.planning.time.exchange import exchange_job, exchange_time_s
+from moelab.planning.time.gemm import grouped_time_s, is_blackwell, rates_of
 
 Row = Mapping[str, Any]
 ALL_TO_ALL, TWO_BY_TWO, GROUPED_GEMM = "all_to_all_h100", "h100_two_by_two", "grouped_gemm_h100"

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from moelab.layout.schedule import Durations, simulate
-from moelab.memory.activations import BF16, FP32
-from moelab.memory.sharding import Held
-from moelab.projection.calibration import Calibration
-from moelab.projection.exchange import (
+from moelab.layout.sharding import Held
+from moelab.planning.memory.activations import BF16, FP32
+from moelab.planning.time.calibration import Calibration
+from moelab.planning.time.exchange import (
     PERMUTATIONS,
     add_exchange,
     add_layer_collectives,
@@ -25,9 +25,9 @@ from moelab.projection.exchange import (
     fsdp_time_s,
     ring_time_s,
 )
-from moelab.projection.gemm import add_attention, add_expert_casts, products_by_module, weights_by_module
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job, PassName, Times, add, nothing
-from moelab.projection.memory_bound import (
+from moelab.planning.time.gemm import add_attention, add_expert_casts, products_by_module, weights_by_module
+from moelab.planning.time.job import CATEGORIES, INDEX, PASS_INDEX, Job, PassName, Times, add, nothing
+from moelab.planning.time.memory_bound import (
     add_accumulation,
     add_loss,
     add_memory_bound,

@@ -19,17 +19,17 @@ from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
-from moelab.explain.categories import STRAGGLERS
-from moelab.explain.explanation import Explanation, explain
-from moelab.explain.trace import UNNAMED_GPU
 from moelab.hardware import cluster_of, known_gpu
 from moelab.layout import check
 from moelab.model import gemms, shape_for
-from moelab.projection.calibration import CALIBRATION, Calibration, value_that_meets
-from moelab.projection.gemm import is_blackwell
-from moelab.projection.job import CATEGORIES, INDEX, PASS_INDEX, Job
-from moelab.projection.project import Projection, aligned, project
-from moelab.projection.step import module_times, stage_times, step_parts_s
+from moelab.planning.project import Projection, aligned, project
+from moelab.planning.time.calibration import CALIBRATION, Calibration, value_that_meets
+from moelab.planning.time.gemm import is_blackwell
+from moelab.planning.time.job import CATEGORIES, INDEX, PASS_INDEX, Job
+from moelab.planning.time.step import module_times, stage_times, step_parts_s
+from moelab.traces.categories import STRAGGLERS
+from moelab.traces.explanation import Explanation, explain
+from moelab.traces.trace import UNNAMED_GPU
 
 MEANINGS: Mapping[str, Mapping[str, str]] = read_yaml("differences.yaml")
 """By part: what ``more`` time than predicted usually means, what to ``do``, and what ``less`` means."""
@@ -247,7 +247,7 @@ def fit(explanation: Explanation, experiment: Experiment) -> dict[str, float]:
         experiment: what ran.
 
     Returns:
-        Values for :func:`moelab.projection.calibration.with_values`; none for a part that no value meets.
+        Values for :func:`moelab.planning.time.calibration.with_values`; none for a part that no value meets.
 
     Raises:
         BadInput: as :func:`compare`.

@@ -22,9 +22,9 @@ from moelab.errors import Refused
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_of
 from moelab.layout import SCHEDULES, Layout, LayoutCheck, bubble_fraction, check
-from moelab.memory import MemoryConstants, MemoryEstimate, estimate, memory_constants
 from moelab.model import count_parameters, shape_for
 from moelab.model.hugging_face import HuggingFaceModel
+from moelab.planning.memory import MemoryConstants, MemoryEstimate, estimate, memory_constants
 from moelab.titan.arms import PUBLISHED, SHARED, config_name, named_arms
 
 DEFAULT_FILE = "experiment.yaml"
