@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from nvidia_smi_support import made_machine
 
-from moelab import doctor, health
+from moelab import health
 from moelab.cli import main
 from moelab.finding import Finding, Severity, fault, known_faults
-from moelab.health import deepep, smoke
+from moelab.health import deepep, doctor, smoke
 from moelab.health.deepep import examine_environment
 from moelab.health.links import nvlink_matrix
 from moelab.health.smoke import smoke_test

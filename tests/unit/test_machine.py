@@ -15,9 +15,10 @@ import pytest
 from nvidia_smi_support import B200, H100, MISMATCH, forget, nvidia_smi, with_files
 from processes import program
 
-from moelab import cli, doctor, machine
+from moelab import cli, machine
 from moelab.experiment import EPBackend, Precision
 from moelab.finding import Finding
+from moelab.health import doctor
 from moelab.health.doctor import examine
 from moelab.health.node import check_gpus, report
 from moelab.launch import capability
