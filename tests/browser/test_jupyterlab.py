@@ -21,8 +21,8 @@ from playwright.sync_api import Browser, Locator
 from run_support import make_run
 
 from moelab.experiment import Experiment
+from moelab.micro.numerics import synthetic
 from moelab.mxfp8 import capture
-from moelab.mxfp8.errors import synthetic
 from moelab.notebooks import read_parameters
 from moelab.runs.status import State
 

@@ -15,7 +15,7 @@ from notebook_support import parameters_of, sources
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.health.doctor import examine
-from moelab.mxfp8.errors import GroupedGemm, compare_products, synthetic
+from moelab.micro.numerics import GroupedGemm, compare_products, synthetic
 from moelab.planning.gemm_fit import fit_b200
 from moelab.planning.published import projected_two_by_two, published_parts
 from moelab.planning.sweep import by_gpus, by_network

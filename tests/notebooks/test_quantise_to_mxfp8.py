@@ -11,9 +11,9 @@ import torch
 from notebook_support import ROOT, WIDGET, Ran, ran
 
 from moelab.experiment import Experiment
+from moelab.micro.numerics import GroupedGemm, compare_methods, compare_products, layer_gemms, measure, synthetic
 from moelab.model import shape_of
 from moelab.mxfp8.capture import Capture, captures_of, read
-from moelab.mxfp8.errors import GroupedGemm, compare_methods, compare_products, layer_gemms, measure, synthetic
 from moelab.mxfp8.formats import MX, NVFP4
 from moelab.notebooks import execute
 from moelab.runs.directory import RunDir, find

@@ -17,8 +17,8 @@ from torchao.prototype.moe_training.mxfp8_grouped_mm import _to_mxfp8_then_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
 from moelab.errors import BadInput
-from moelab.mxfp8 import errors
-from moelab.mxfp8.errors import METHODS, PRODUCTS, GroupedGemm, measure, relative_error, sqnr_db, synthetic
+from moelab.micro import numerics
+from moelab.micro.numerics import METHODS, PRODUCTS, GroupedGemm, measure, relative_error, sqnr_db, synthetic
 from moelab.mxfp8.formats import BF16, E2M1, E4M3, E5M2, FP8, MX, NVFP4, SCALINGS, Element
 
 FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
@@ -123,14 +123,14 @@ def test_fp8_has_one_power_of_two_for_each_row_or_one_scale_for_all() -> None:
 
 
 @pytest.mark.parametrize("outlier", [1.0, 4096.0])
-@pytest.mark.parametrize("distribution", errors.DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", numerics.DISTRIBUTIONS)
 def test_sqnr_is_torchaos_error_in_db(distribution: Any, outlier: float) -> None:
     x = synthetic(distribution, (64, 128), outlier=outlier)
     for made in (MX(), NVFP4(), FP8(per="tensor"), FP8(per="row"), BF16()):
         values = made.cast(x).values
         lost = measure(x, made)
         assert lost.sqnr_db == pytest.approx(compute_error(x.double(), values.double()).item(), abs=1e-9)
-        by_block = errors.block_sqnr_db(x, values)  # each block as a tensor of its own
+        by_block = numerics.block_sqnr_db(x, values)  # each block as a tensor of its own
         pairs = zip(x.reshape(-1, 32), values.reshape(-1, 32), strict=True)
         assert by_block.tolist() == pytest.approx([sqnr_db(exact, ours) for exact, ours in pairs])
         assert (
@@ -176,12 +176,12 @@ def operands(sizes: tuple[int, ...], *, n: int = 64, k: int = 96) -> GroupedGemm
     return GroupedGemm(name="w", x=x, weight=weight, grad=grad, offsets=torch.tensor(sizes).cumsum(0).int())
 
 
-def ours(gemm: GroupedGemm, method: errors.Method) -> dict[str, torch.Tensor]:
+def ours(gemm: GroupedGemm, method: numerics.Method) -> dict[str, torch.Tensor]:
     parts = [
         (
-            errors.cast_product("output", x, weight, method),
-            errors.cast_product("dgrad", grad, weight.T, method),
-            errors.cast_product("wgrad", grad.T, x.T, method),
+            numerics.cast_product("output", x, weight, method),
+            numerics.cast_product("dgrad", grad, weight.T, method),
+            numerics.cast_product("wgrad", grad.T, x.T, method),
         )
         for x, weight, grad in gemm.groups()
     ]
@@ -234,7 +234,7 @@ def test_fp8_products_are_those_of_torchaos_linear(recipe: str) -> None:
 
 def test_rows_of_products_are_the_errors_of_the_products() -> None:
     gemm = operands((96,))
-    table = errors.compare_products([gemm])
+    table = numerics.compare_products([gemm])
     assert [(row.method, row.product) for row in table] == [(m.name, product) for m in METHODS for product in PRODUCTS]
     for row in table:
         product = ours(gemm, BY_NAME[row.method])[row.product]
@@ -253,7 +253,7 @@ def test_the_operands_of_a_layer_give_autograds_gradients() -> None:
         for a, b, v1, v2, v3 in zip([0, *ends[:-1]], ends, w1, w2, w3, strict=True)
     ]
     wgrads = torch.autograd.grad(torch.cat(parts), (w1, w3, w2), grad.double())
-    for made, wgrad in zip(errors.layer_gemms(gemm.x, *weights, grad, gemm.offsets), wgrads, strict=True):
+    for made, wgrad in zip(numerics.layer_gemms(gemm.x, *weights, grad, gemm.offsets), wgrads, strict=True):
         assert relative_error(wgrad[[0, 2]], ours(made, BY_NAME["bf16"])["wgrad"]) < 0.02, made.name
 
 

@@ -11,8 +11,8 @@ from figure_support import assert_says, traces
 from torchao.prototype.moe_training import ep, mxfp8_grouped_mm
 
 from moelab.errors import BadInput
-from moelab.mxfp8 import errors
-from moelab.mxfp8.errors import GroupedGemm, block_sqnr_db, first_numbers, measure, synthetic
+from moelab.micro import numerics
+from moelab.micro.numerics import GroupedGemm, block_sqnr_db, first_numbers, measure, synthetic
 from moelab.mxfp8.formats import E4M3, E5M2, ELEMENTS, MX, NVFP4, SCALINGS
 from moelab.viz import mxfp8 as viz
 from moelab.viz.mxfp8 import BF16, DGRAD, FORWARD, MXFP8, PATH, WGRAD, Choice
@@ -33,7 +33,7 @@ def test_the_parts_of_stored_numbers_make_their_values(made: MX | NVFP4) -> None
     """The bits are read again by the definition of such numbers and with nothing of torchao's."""
     stored, read_back = first_numbers(TENSORS["gradient"], made), made.cast(TENSORS["gradient"]).values[0, :32]
     assert list(stored.read_back) == read_back.double().tolist()
-    assert stored.sqnr_db == pytest.approx(errors.sqnr_db(TENSORS["gradient"][0, :32], read_back))
+    assert stored.sqnr_db == pytest.approx(numerics.sqnr_db(TENSORS["gradient"][0, :32], read_back))
     width = 4 if isinstance(made, NVFP4) else 8
     for place, written in enumerate(stored.to_frame()["sign exponent mantissa"]):
         sign, exponent, mantissa = written.split()
@@ -74,7 +74,7 @@ def test_the_figure_shows_the_numbers_of_both_formats_and_their_largest_rounding
 
 
 def test_the_largest_number_of_a_block_is_cut_by_floor_and_even_alone() -> None:
-    amax, lost = errors.largest_number_errors()
+    amax, lost = numerics.largest_number_errors()
     below = {scaling for scaling in SCALINGS if min(lost[scaling]) < -(2.0**-4)}
     assert below == {"floor", "even"}
     assert all(len({lost[scaling][n] for scaling in SCALINGS}) == 1 for n, each in enumerate(amax) if each <= 1.75)
@@ -91,10 +91,10 @@ def test_the_largest_number_of_a_block_is_cut_by_floor_and_even_alone() -> None:
 
 def test_rows_are_the_measures_and_every_finite_number_is_drawn() -> None:
     tensors = TENSORS | {"bf16 already": TENSORS["easy"].bfloat16().float()}
-    rows = errors.compare_methods(tensors, gradients=["gradient"])
+    rows = numerics.compare_methods(tensors, gradients=["gradient"])
     assert len(rows) == 28  # seven each: MXFP8 casts a tensor alike, whatever it does with wgrad
     for row in rows:
-        method = next(method for method in errors.STORED_METHODS if method.name == row.method)
+        method = next(method for method in numerics.STORED_METHODS if method.name == row.method)
         made, tensor = method.gradient if row.data == "gradient" else method.operand, tensors[row.data]
         assert vars(measure(tensor, made)).items() <= vars(row).items()
         blocks = block_sqnr_db(tensor, made.cast(tensor).values)
@@ -122,11 +122,11 @@ def test_every_product_is_drawn() -> None:
     shapes = [(48, 64), (2, 32, 64), (48, 32)]
     x, weight, grad = (synthetic("gaussian", shape, seed=seed) for seed, shape in enumerate(shapes))
     gemm = GroupedGemm(name="w1", x=x, weight=weight, grad=grad, offsets=torch.tensor([20, 48]))
-    rows = errors.compare_products([gemm])
+    rows = numerics.compare_products([gemm])
     figure = viz.product_errors(rows, note="MXFP8 emulated")
-    assert sum(len(trace.x) for trace in figure.data) == len(rows) == 3 * len(errors.METHODS)
+    assert sum(len(trace.x) for trace in figure.data) == len(rows) == 3 * len(numerics.METHODS)
     sqnr_db = {(row.method, row.product): row.sqnr_db for row in rows}
-    worst = {name: min((sqnr_db[name, each], each) for each in errors.PRODUCTS) for name in ("mxfp8", "nvfp4")}
+    worst = {name: min((sqnr_db[name, each], each) for each in numerics.PRODUCTS) for name in ("mxfp8", "nvfp4")}
     lost = [sqnr_db["mxfp8", each] - sqnr_db["fp8_tensorwise", each] for each in ("dgrad", "wgrad")]
     assert_says(
         figure,

@@ -20,7 +20,7 @@ from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure
 from moelab.viz.widget import Explorer, labelled_control, menus
 
 if TYPE_CHECKING:
-    from moelab.mxfp8.errors import ErrorRow, GemmRow, StoredNumbers
+    from moelab.micro.numerics import ErrorRow, GemmRow, StoredNumbers
 
 EXACT, STORED = "#0072B2", "#D55E00"
 _STORED = {"MXFP8": STORED, "NVFP4": "#009E73"}
@@ -119,7 +119,7 @@ def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[fl
 def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale."""
     names = list(dict.fromkeys(row.data for row in rows))
-    from moelab.mxfp8.errors import worst_block_costs_db
+    from moelab.micro.numerics import worst_block_costs_db
 
     hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
     to_zero = {row.method: row.underflow_fraction for row in rows if row.data == hard.data}
@@ -153,7 +153,7 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
 def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     """SQNR of the products of a layer's weights, each against float64."""
     names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))
-    from moelab.mxfp8.errors import product_costs_db
+    from moelab.micro.numerics import product_costs_db
 
     worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
     costs = product_costs_db(rows, "fp8_tensorwise", "mxfp8").items()
@@ -232,7 +232,7 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         raise BadInput(f"block is {choice.block}; valid: {', '.join(map(str, BLOCKS))}")
     if not 0 <= choice.outlier_log2 <= MOST_OUTLIER_LOG2:
         raise BadInput(f"outlier_log2 is {choice.outlier_log2}; valid: 0 to {MOST_OUTLIER_LOG2}")
-    from moelab.mxfp8.errors import block_sqnr_db, measure, rounded_shares, synthetic
+    from moelab.micro.numerics import block_sqnr_db, measure, rounded_shares, synthetic
     from moelab.mxfp8.formats import ELEMENTS, MX, NVFP4
 
     x = synthetic(choice.distribution, SHAPE, outlier=2.0**choice.outlier_log2)

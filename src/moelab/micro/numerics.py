@@ -1,8 +1,8 @@
-"""How much a number format loses: of one block, of a tensor, and of the three grouped GEMMs of a layer.
+"""What a number format loses: of 32 numbers, of a tensor, and of the three grouped GEMMs of a layer.
 
-The signal-to-quantisation-noise ratio (SQNR) is that of energies, in decibels: 20 dB is a relative error of a tenth,
-6 dB more halves it, so one mantissa bit is worth about 6 dB. The fractions say how: a *saturated* value was cut to the
-largest element, an *underflow* was rounded to zero. Everything is measured in float64.
+The signal-to-quantisation-noise ratio (SQNR) compares energies, in decibels: 20 dB is a relative error of a tenth, and
+6 dB more halve it, which is what one mantissa bit is worth. A *saturated* value was cut to the largest element, an
+*underflow* was rounded to zero. Everything is measured in float64.
 
 A layer ``y = x Wᵀ`` costs three products in a training step. Each casts two operands along the axis it sums over:
 
@@ -14,8 +14,8 @@ dgrad     ``g W``              N, features out              rows of g, columns o
 wgrad     ``gᵀ x``             M, tokens of one expert      columns of g and of x, within the expert
 ========  ===================  ===========================  ==========================================
 
-Products are exact over the cast operands up to float32 sums, and are rounded to BF16 once, as tensor cores and
-torchao's emulation do. So the error of BF16 itself is that of rounding, and those of the others are their casts'.
+Products of cast operands are summed in float32 and rounded to BF16 once, as tensor cores and torchao's emulation do. So
+BF16's own error is that of rounding the result, and the others' are mostly their casts'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,28 +42,54 @@ DISTRIBUTIONS: tuple[Distribution, ...] = get_args(Distribution)
 DEGREES_OF_FREEDOM = 3.0
 """Of Student's t: its variance is finite, its fourth moment is not."""
 OUTLIER_SPACING = 64
-"""Channels from one outlier to the next."""
 WORST = 0.05
-"""Quantile of blocks that counts as the worst."""
+"""Share of the blocks that counts as the worst."""
 Product = Literal["output", "dgrad", "wgrad"]
 PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 
-# Tensors
+def synthetic(
+    distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0
+) -> torch.Tensor:
+    """Draw a float32 tensor that challenges a number format in one way.
+
+    Gaussian values are the easy case; Student's t, with 3 degrees of freedom, puts a few large values anywhere.
+    ``outlier`` multiplies one column in 64, as trained transformers have them: LLM.int8() (Dettmers et al., 2022)
+    found features about 20 times the rest, *Massive Activations* (Sun et al., 2024) single ones at 10,000 times the
+    median.
+
+    Raises:
+        BadInput: for another distribution, or a factor that is not positive.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise BadInput(f"distribution is {distribution!r}; valid: {', '.join(DISTRIBUTIONS)}")
+    if not outlier > 0:
+        raise BadInput(f"outlier is {outlier}; valid: a positive factor")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator)
+    if distribution == "student_t":
+        # torch.distributions takes no generator: it would draw from the process's.
+        chi_squared = 2 * torch._standard_gamma(torch.full(shape, DEGREES_OF_FREEDOM / 2), generator=generator)
+        drawn *= torch.rsqrt(chi_squared / DEGREES_OF_FREEDOM)
+    drawn[..., OUTLIER_SPACING // 2 :: OUTLIER_SPACING] *= outlier
+    return drawn
+
+
+# Errors of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorErrors:
     """What a format does to one tensor."""
 
-    sqnr_db: float  # energy of the values over energy of their errors; infinite where nothing is lost
+    sqnr_db: float  # infinite where nothing is lost
     worst_blocks_db: float  # SQNR that 5 % of the blocks of 32 stay below; blocks of zeros are left out
     saturated_fraction: float  # of all values, those beyond the largest element times their scale
     underflow_fraction: float  # of all values, those that are not zero and are stored as zero
 
 
 def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
-    """Cast a tensor along its last axis and hold it against itself.
+    """Cast a tensor along its last axis and compare it with itself.
 
     :class:`BadInput` for values that are not finite or all zero, or an axis that cannot be cut into blocks.
 
@@ -87,8 +113,7 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
 
 
 def _require_finite(name: str, x: torch.Tensor) -> None:
-    wrong = int((~torch.isfinite(x)).sum())
-    if wrong:
+    if wrong := int((~torch.isfinite(x)).sum()):
         raise BadInput(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
 
 
@@ -99,55 +124,39 @@ def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:
 
 
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
-    """Signal-to-quantisation-noise ratio, dB; infinite for equal tensors."""
+    """SQNR of a tensor; infinite for equal ones."""
     error = relative_error(reference, value)
     return -20 * math.log10(error) if error else math.inf
 
 
 def block_sqnr_db(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """SQNR of every block of 32 along the last axis, dB, from exact values and what became of them.
-
-    Infinite where nothing is lost, NaN where the block is zero.
-    """
+    """SQNR of every block of 32 along the last axis: infinite where nothing is lost, NaN where the block is zero."""
     require_whole_blocks("the last axis", x.shape[-1])
     exact = x.double().reshape(-1, BLOCK)
     noise = value.double().reshape(-1, BLOCK) - exact
     return 10 * torch.log10(exact.square().sum(-1) / noise.square().sum(-1))
 
 
-def synthetic(
-    distribution: Distribution, shape: tuple[int, ...], *, seed: int = 0, outlier: float = 1.0
-) -> torch.Tensor:
-    """Draw a tensor that challenges a number format in one way.
+def rounded_shares(numbers: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
+    """Whole numbers that rounding makes of these, ascending, and the share of each."""
+    values, counts = np.unique(np.round(numbers), return_counts=True)
+    return values, counts / len(numbers)
 
-    Gaussian values are the easy case. Heavy tails put a few large values anywhere. Outlier channels put them into the
-    same few columns of every row, as trained transformers do: LLM.int8() (Dettmers et al., 2022) found features about
-    20 times the rest, *Massive Activations* (Sun et al., 2024) single ones at 10,000 times the median.
 
-    Args:
-        distribution: ``gaussian``, or ``student_t`` with 3 degrees of freedom.
-        shape: rows first, channels last.
-        seed: of the values; the same seed gives the same tensor.
-        outlier: factor on outlier channels, one in 64; 1 for none.
+def largest_number_errors() -> tuple[list[float], dict[Scaling, list[float]]]:
+    """What each scaling does to the largest number of an MXFP8 block, between one power of two and the next.
 
     Returns:
-        float32.
-
-    Raises:
-        BadInput: for another distribution, or a factor that is not positive.
+        Magnitudes evenly spaced from 1 to 2 (other powers of two behave alike), and their relative errors by the name
+        of the scaling.
     """
-    if distribution not in DISTRIBUTIONS:
-        raise BadInput(f"distribution is {distribution!r}; valid: {', '.join(DISTRIBUTIONS)}")
-    if not outlier > 0:
-        raise BadInput(f"outlier is {outlier}; valid: a positive factor")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator)
-    if distribution == "student_t":
-        # torch.distributions takes no generator: it would draw from the process's.
-        chi_squared = 2 * torch._standard_gamma(torch.full(shape, DEGREES_OF_FREEDOM / 2), generator=generator)
-        drawn *= torch.rsqrt(chi_squared / DEGREES_OF_FREEDOM)
-    drawn[..., OUTLIER_SPACING // 2 :: OUTLIER_SPACING] *= outlier
-    return drawn
+    amax = 1 + torch.arange(256) / 256
+    blocks = F.pad(amax[:, None], (0, BLOCK - 1))
+    read_back = {scaling: MX(scaling=scaling).cast(blocks).values[:, 0] for scaling in SCALINGS}
+    return amax.tolist(), {scaling: ((values - amax) / amax).tolist() for scaling, values in read_back.items()}
+
+
+# Numbers as they are stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +167,7 @@ class StoredNumbers:
     values: tuple[float, ...]  # exact
     codes: tuple[int, ...]  # stored elements, as bits
     read_back: tuple[float, ...]  # what the codes and scales say
-    scales: tuple[float, ...]  # of each block: what its elements are multiplied by
+    scales: tuple[float, ...]  # what the elements of each block are multiplied by
 
     @property
     def name(self) -> str:
@@ -177,15 +186,14 @@ class StoredNumbers:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal-to-quantisation-noise ratio, dB."""
+        """SQNR of these numbers."""
         return sqnr_db(torch.tensor(self.values), torch.tensor(self.read_back))
 
     @property
     def errors(self) -> tuple[float, ...]:
         """Relative error of each number; 0 for a zero."""
-        return tuple(
-            (back - value) / value if value else 0.0 for value, back in zip(self.values, self.read_back, strict=True)
-        )
+        pairs = zip(self.values, self.read_back, strict=True)
+        return tuple((back - value) / value if value else 0.0 for value, back in pairs)
 
     @property
     def worst_error(self) -> float:
@@ -194,16 +202,16 @@ class StoredNumbers:
 
     def to_frame(self) -> pd.DataFrame:
         """A row for each number: value, value over its block's scale, the code's bits, what is read back, error."""
-        element, bits = self.number_format.element, self.code_bits
-        columns: dict[str, list[Any]] = {"value": [], "value / scale": [], "sign exponent mantissa": []}
-        for place, (value, code) in enumerate(zip(self.values, self.codes, strict=True)):
-            written = f"{code:0{bits}b}"
-            split = bits - element.mantissa_bits
-            columns["value"].append(float(f"{value:.5g}"))
-            columns["value / scale"].append(float(f"{value / self.scales[place // self.number_format.block]:.4g}"))
-            columns["sign exponent mantissa"].append(f"{written[0]} {written[1:split]} {written[split:]}")
-        columns["read back"] = [float(f"{back:.5g}") for back in self.read_back]
-        columns["error (%)"] = [round(100 * error, 1) for error in self.errors]
+        exponent_ends = self.code_bits - self.number_format.element.mantissa_bits
+        codes = [f"{code:0{self.code_bits}b}" for code in self.codes]
+        scaled = [value / self.scales[at // self.number_format.block] for at, value in enumerate(self.values)]
+        columns = {
+            "value": [float(f"{value:.5g}") for value in self.values],
+            "value / scale": [float(f"{value:.4g}") for value in scaled],
+            "sign exponent mantissa": [f"{code[0]} {code[1:exponent_ends]} {code[exponent_ends:]}" for code in codes],
+            "read back": [float(f"{back:.5g}") for back in self.read_back],
+            "error (%)": [round(100 * error, 1) for error in self.errors],
+        }
         return pd.DataFrame(columns)
 
 
@@ -227,20 +235,6 @@ def first_numbers(x: torch.Tensor, number_format: MX | NVFP4) -> StoredNumbers:
     )
 
 
-def largest_number_errors() -> tuple[list[float], dict[Scaling, list[float]]]:
-    """What each scaling does to the largest number of an MXFP8 block, between one power of two and the next.
-
-    Returns:
-        Magnitudes evenly spaced from 1 to 2 (other powers of two behave alike), and their relative errors by the name
-        of the scaling.
-    """
-    amax = 1 + torch.arange(256) / 256
-    blocks = torch.zeros(len(amax), BLOCK)
-    blocks[:, 0] = amax
-    read_back = {scaling: MX(scaling=scaling).cast(blocks).values[:, 0] for scaling in SCALINGS}
-    return amax.tolist(), {scaling: ((values - amax) / amax).tolist() for scaling, values in read_back.items()}
-
-
 # Methods: the format of every operand
 
 
@@ -261,32 +255,33 @@ class Method:
         return (self.operand if product == "output" else self.gradient), self.operand
 
 
+def _method(
+    name: str, label: str, operand: Format, gradient: Format | None = None, *, wgrad_in_bf16: bool = False
+) -> Method:
+    return Method(name=name, label=label, operand=operand, gradient=gradient or operand, wgrad_in_bf16=wgrad_in_bf16)
+
+
 METHODS: tuple[Method, ...] = (
-    Method(name="bf16", label="BF16", operand=BF16(), gradient=BF16()),
-    Method(
-        name="fp8_tensorwise",
-        label="FP8, one scale per tensor",
-        operand=FP8(per="tensor"),
-        gradient=FP8(per="tensor", element=E5M2),
-    ),
-    Method(name="fp8_rowwise", label="FP8, one scale per row", operand=FP8(per="row"), gradient=FP8(per="row")),
-    Method(name="mxfp8", label="MXFP8", operand=MX(), gradient=MX()),
-    Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), gradient=MX(), wgrad_in_bf16=True),
-    Method(name="nvfp4", label="NVFP4", operand=NVFP4(), gradient=NVFP4()),
+    _method("bf16", "BF16", BF16()),
+    _method("fp8_tensorwise", "FP8, one scale per tensor", FP8(per="tensor"), FP8(per="tensor", element=E5M2)),
+    _method("fp8_rowwise", "FP8, one scale per row", FP8(per="row")),
+    _method("mxfp8", "MXFP8", MX()),
+    _method("mxfp8_wgrad-bf16", "MXFP8, wgrad BF16", MX(), wgrad_in_bf16=True),
+    _method("nvfp4", "NVFP4", NVFP4()),
 )
 """torchao's recipes: tensor-wise stores gradients as E5M2, row-wise rounds scales to powers of two, MXFP8 is RCEIL.
 NVFP4 is the format alone, without the transforms and the stochastic rounding of NVIDIA's recipe for training."""
-_CUT: tuple[Scaling, ...] = ("floor", "even")
-STORED_METHODS = METHODS + tuple(
-    Method(name=f"mxfp8_{name}", label=f"MXFP8, {name.upper()}", operand=MX(scaling=name), gradient=MX(scaling=name))
-    for name in _CUT
+STORED_METHODS = (
+    *METHODS,
+    _method("mxfp8_floor", "MXFP8, FLOOR", MX(scaling="floor")),
+    _method("mxfp8_even", "MXFP8, EVEN", MX(scaling="even")),
 )
 """How a tensor can be stored: by the recipes, and in MXFP8 with the scales that clip; CEIL stores what RCEIL does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorRow(TensorErrors):
-    """What one method does to one tensor, both by name; ``label`` is the method's for people."""
+    """What one method, by name and for people, does to one tensor."""
 
     data: str
     method: str
@@ -296,18 +291,16 @@ class ErrorRow(TensorErrors):
 def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collection[str] = ()) -> list[ErrorRow]:
     """Every tensor by every way to store it, scales along the last axis; methods that cast a tensor alike are one row.
 
-    For the tensors named in ``gradients`` a method may have another format.
+    For the tensors named in ``gradients`` a method may have another format, such as E5M2.
     """
     rows = []
     for name, x in tensors.items():
-        seen = set()
+        methods: dict[Format, Method] = {}
         for method in STORED_METHODS:
-            # Such as E5M2, which has the range of gradients and one bit less.
-            number_format = method.gradient if name in gradients else method.operand
-            if number_format not in seen:
-                seen.add(number_format)
-                errors = measure(x, number_format)
-                rows.append(ErrorRow(data=name, method=method.name, label=method.label, **vars(errors)))
+            methods.setdefault(method.gradient if name in gradients else method.operand, method)
+        for number_format, method in methods.items():
+            errors = measure(x, number_format)
+            rows.append(ErrorRow(data=name, method=method.name, label=method.label, **vars(errors)))
     return rows
 
 
@@ -315,12 +308,6 @@ def worst_block_costs_db(rows: Iterable[ErrorRow], method: str, than: str) -> li
     """What the worst blocks of each tensor lose more by one method than by another, dB."""
     by = {(row.data, row.method): row.worst_blocks_db for row in rows}
     return [by[data, than] - worst for (data, name), worst in by.items() if name == method]
-
-
-def rounded_shares(numbers: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """Whole numbers that rounding makes of these, ascending, and the share of each."""
-    values, counts = np.unique(np.round(numbers), return_counts=True)
-    return values, counts / len(numbers)
 
 
 # Products
@@ -350,14 +337,24 @@ class GroupedGemm:
     def groups(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """x, weight and grad of every expert that has tokens."""
         for weight, (start, end) in zip(self.weight, pairwise([0, *self.offsets.tolist()]), strict=True):
-            # A group without tokens has an empty product, whose error is no number.
-            if end > start:
+            if end > start:  # an empty product has no error
                 yield self.x[start:end], weight, self.grad[start:end]
+
+    def products(
+        self, multiply: Callable[[Product, torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> dict[Product, torch.Tensor]:
+        """All three products over all experts, flat; ``multiply`` gets operands with the summed axis last."""
+        parts: dict[Product, list[torch.Tensor]] = {product: [] for product in PRODUCTS}
+        for x, weight, grad in self.groups():
+            operands = {"output": (x, weight), "dgrad": (grad, weight.T), "wgrad": (grad.T, x.T)}
+            for product in PRODUCTS:
+                parts[product].append(multiply(product, *operands[product]).flatten())
+        return {product: torch.cat(results) for product, results in parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRow:
-    """SQNR in dB of one product of one weight by one method, against float64."""
+    """SQNR of one product of one weight by one method, against float64."""
 
     weight: str
     product: Product
@@ -373,14 +370,11 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
     """
     rows = []
     for gemm in gemms:
-        # The reference has the operands in BF16 as training has them, and no other rounding.
-        exact = _products(gemm, lambda _product, left, right: left.double() @ right.double().T)
+        exact = gemm.products(lambda _product, left, right: left.double() @ right.double().T)
         for method in METHODS:
-            cast = _products(gemm, partial(cast_product, method=method))
-            for product in PRODUCTS:
-                sqnr = sqnr_db(exact[product], cast[product])
-                about = {"weight": gemm.name, "method": method.name, "label": method.label}
-                rows.append(GemmRow(**about, product=product, sqnr_db=sqnr))
+            cast = gemm.products(partial(cast_product, method=method))
+            about = {"weight": gemm.name, "method": method.name, "label": method.label}
+            rows += [GemmRow(**about, product=one, sqnr_db=sqnr_db(exact[one], cast[one])) for one in PRODUCTS]
     return rows
 
 
@@ -392,9 +386,8 @@ def product_costs_db(rows: Iterable[GemmRow], method: str, than: str) -> dict[tu
 
 
 def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, method: Method) -> torch.Tensor:
-    """One product of cast operands, of (R, S) and (C, S), which is summed over S: (R, C), BF16."""
+    """One product of cast operands, (R, S) and (C, S) summed over S: (R, C), BF16."""
     left_format, right_format = method.formats(product)
-    # Sums in FP32, rounded once, as tensor cores and torchao's emulation do.
     return (_cast(left, left_format) @ _cast(right, right_format).T).bfloat16()
 
 
@@ -402,18 +395,6 @@ def _cast(x: torch.Tensor, number_format: Format) -> torch.Tensor:
     """Values after the cast along the last axis; a ragged end is padded with zeros, as torchao pads token groups."""
     short = -x.shape[-1] % number_format.block if isinstance(number_format, MX | NVFP4) else 0
     return number_format.cast(F.pad(x, (0, short))).values[..., : x.shape[-1]]
-
-
-def _products(
-    gemm: GroupedGemm, multiply: Callable[[Product, torch.Tensor, torch.Tensor], torch.Tensor]
-) -> dict[Product, torch.Tensor]:
-    """All three products over all experts, flat; operands lie with the summed axis last."""
-    parts: dict[Product, list[torch.Tensor]] = {product: [] for product in PRODUCTS}
-    for x, weight, grad in gemm.groups():
-        parts["output"].append(multiply("output", x, weight).flatten())
-        parts["dgrad"].append(multiply("dgrad", grad, weight.T).flatten())
-        parts["wgrad"].append(multiply("wgrad", grad.T, x.T).flatten())
-    return {product: torch.cat(results) for product, results in parts.items()}
 
 
 def layer_gemms(
