@@ -40,8 +40,8 @@ from torchtitan.trainer import Trainer
 
 from moelab.deepep.buffer import close_exchanges
 from moelab.experiment import Experiment
+from moelab.files import write_json
 from moelab.machine import environment
-from moelab.runs.files import write_json
 from moelab.titan import config_registry
 
 ORDER = ("standard", "deepep_ordered", "nudged", "deepep", "standard", "deepep_ordered", "deepep")

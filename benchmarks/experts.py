@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from moelab.experts import scored_swiglu
+from moelab.files import write_json
 from moelab.machine import environment
 from moelab.mxfp8 import quantised_experts as experts
 from moelab.mxfp8.quantise import Precision8, quantise, quantise_fp8
 from moelab.planning.measured import DRY_RUN
-from moelab.runs.files import write_json
 from moelab.titan.models import FLASH_BLOCKS, FLEX_TILES
 
 Row = dict[str, Any]

@@ -38,12 +38,12 @@ from validation.shapes import DEEPEST, SMALL
 from validation.table import full_node_rows
 
 from moelab.errors import BadInput
+from moelab.files import write_json
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
 from moelab.machine import environment, git_commit, gpus
 from moelab.planning.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
 from moelab.privacy import each_text, without_places
-from moelab.runs.files import write_json
 
 HERE = Path(__file__).parent
 DRY_ARMS = ("bf16_standard", "bf16_deepep", "mxfp8-emulated_deepep")

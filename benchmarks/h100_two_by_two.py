@@ -57,10 +57,10 @@ from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
 from moelab.deepep.dispatcher import PADDED
 from moelab.experiment import Experiment
+from moelab.files import write_json
 from moelab.machine import environment, gpus
 from moelab.planning.measured import DRY_RUN
 from moelab.privacy import without_places
-from moelab.runs.files import write_json
 from moelab.titan import config_registry, routing
 
 ROUTINGS = ("round_robin", "random_balanced")

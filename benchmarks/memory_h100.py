@@ -33,13 +33,13 @@ from typing import Any
 from validation.memory_megatron import V2, MegatronRun, megatron_memory
 
 from moelab.experiment import Experiment
+from moelab.files import write_json
 from moelab.hardware import H100
 from moelab.layout import check
 from moelab.layout.schedule import split_layers
 from moelab.machine import environment
 from moelab.model import shape_of
 from moelab.planning.memory import estimate
-from moelab.runs.files import write_json
 from moelab.titan import corpus
 
 HERE = Path(__file__).parent

@@ -10,10 +10,10 @@ from typing import Any
 from stand_in import step_line, validation_line
 
 from moelab.experiment import Experiment
+from moelab.files import write_json
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import RunDir
-from moelab.runs.files import write_json
 from moelab.runs.status import State, Status
 
 ENVIRONMENT = {

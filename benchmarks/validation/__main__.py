@@ -16,10 +16,10 @@ from typing import Any
 
 import pandas as pd
 
+from moelab.files import write_whole
 from moelab.machine import git_commit
 from moelab.planning.time.calibration import fitted
 from moelab.planning.validation import errors_by_kind
-from moelab.runs.files import write_whole
 
 from .gemm_fit import fit_file
 from .table import goals, not_predicted, refit, table_file, table_rows, with_errors

@@ -351,7 +351,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _write_experiment(path: Path, experiment: Any) -> None:
     from moelab.experiment_file import write_experiment
-    from moelab.runs.files import write_whole
+    from moelab.files import write_whole
 
     write_whole(path, write_experiment(experiment))
 

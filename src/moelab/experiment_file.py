@@ -17,6 +17,7 @@ its version comes first and its end mark last, so that a cut anywhere shows, and
 from __future__ import annotations
 
 import difflib
+import errno
 import itertools
 import re
 import reprlib
@@ -32,6 +33,7 @@ from pydantic import BaseModel, ValidationError
 from moelab.data import shipped
 from moelab.errors import BadInput
 from moelab.experiment import Experiment, OwnHardware, ShapeChanges
+from moelab.files import read_text
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
@@ -249,16 +251,13 @@ def read_yaml(path: Path) -> Any:
 
 def _text(path: Path, source: str) -> str:
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)  # one more than allowed shows that there is more, of /dev/zero too
-        text = data.decode()
+        return read_text(path, MAX_FILE_BYTES)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise BadInput(f"{source} is too large: an experiment file has at most {MAX_FILE_BYTES:,} bytes") from error
         raise BadInput(f"{source} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{source} is not UTF-8 text") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise BadInput(f"{source} is too large: an experiment file has at most {MAX_FILE_BYTES:,} bytes")
-    return text
+    except ValueError as error:
+        raise BadInput(f"{source}: {error}") from error
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def test_several_faults_are_all_named_and_of_very_many_the_first(file: Path) -> 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, file: Path) -> None:
     for path, words in ((tmp_path / "missing.yaml", r"missing\.yaml cannot be read: No such file"),
                         (tmp_path, "cannot be read: Is a directory"),
-                        (Path("/dev/zero"), f"too large.*at most {MAX_FILE_BYTES:,} bytes")):  # fmt: skip
+                        (Path("/dev/zero"), "cannot be read: it is not a regular file")):  # fmt: skip
         with pytest.raises(BadInput, match=words):
             read_yaml(path)
     for data in (b"name: \xff\xfe", "name: café".encode("latin-1"), "steps: 3".encode("utf-16")):

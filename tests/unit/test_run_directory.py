@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ import yaml
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
+from moelab.files import read_json, write_json, write_whole
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
-from moelab.runs.files import write_json, write_whole
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
 
 EXPERIMENT = Experiment(name="s", precision="mxfp8", seed=3)
@@ -238,7 +239,7 @@ def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
 BROKEN = """
 import os, sys, tempfile
 from pathlib import Path
-from moelab.runs.files import write_whole
+from moelab.files import write_whole
 def kill(*_, **__): os.kill(os.getpid(), 9)
 def fail(*_, **__): raise OSError(28, "No space left on device")
 {} = {}
@@ -258,3 +259,32 @@ def test_a_kill_inside_of_a_write_keeps_the_old_file_and_a_failure_leaves_no_lit
         )
         assert (ended.returncode, b"No space" in ended.stderr, file.read_text()) == (code, what == "fail", "old")
         assert what == "kill" or names(tmp_path) == {"status.json"}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda file: os.mkfifo(file), "it is not a regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "it is not a regular file"),
+        (lambda file: file.mkdir(), "Is a directory"),
+        (lambda file: file.write_bytes(b" " * 1_000_001), "it has more than 1,000,000 bytes"),
+        (lambda file: file.write_bytes(b"\xff"), "it is not UTF-8 text"),
+        (lambda file: file.write_text("[" * 100_000), "it is nested too deeply"),
+        (lambda file: file.write_text("{"), "Expecting property name"),
+    ],
+)
+def test_what_is_no_file_to_read_is_said_at_once(tmp_path: Path, make: Callable[[Path], Any], words: str) -> None:
+    file = tmp_path / "x.json"
+    make(file)
+    with pytest.raises((OSError, ValueError), match=words):
+        read_json(file)
+
+
+def test_a_mark_in_front_of_a_text_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "x.json") == {"a": 1}
+
+
+def test_a_pipe_in_the_place_of_a_status_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    assert RunDir(tmp_path).status.reason == "status.json cannot be read: it is not a regular file"

@@ -24,8 +24,8 @@ from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.files import write_json
 from moelab.runs.directory import find
-from moelab.runs.files import write_json
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, judge_study, provenance, report_figures, write_study_report
 

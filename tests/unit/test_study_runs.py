@@ -16,7 +16,7 @@ from moelab.analysis.verdict import Answer, Doubtful
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY
-from moelab.runs.files import write_json
+from moelab.files import write_json
 from moelab.runs.status import State
 from moelab.study_report import judge_paths, judge_study, provenance, report_figures, report_tables
 

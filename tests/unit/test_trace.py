@@ -22,10 +22,10 @@ from moelab.analysis.side import Side
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse
+from moelab.files import write_json
 from moelab.layout import check
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RECORDED_FOLDER
-from moelab.runs.files import write_json
 from moelab.titan import trace
 from moelab.titan.trace import StepTracer, without_places_of
 

@@ -29,9 +29,9 @@ from moelab.analysis.curves import arm_curves
 from moelab.analysis.side import Side
 from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.experiment import Experiment
+from moelab.files import finite_or_none
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
-from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
 from moelab.runs.side_files import Environment
 from moelab.runs.table import merge_segments

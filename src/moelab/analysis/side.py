@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
+from moelab.files import finite_or_none
 from moelab.hardware import known_gpu
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
 from moelab.runs.collect import WARMUP_STEPS, Collected
-from moelab.runs.files import finite_or_none
 from moelab.runs.settings import Settings
 from moelab.runs.status import State
 from moelab.runs.table import joined_rows, merge_segments, throughput_rows

@@ -37,7 +37,7 @@ from moelab.analysis.equivalence import (
     paired_tests,
     seeds_needed,
 )
-from moelab.runs.files import finite_or_none
+from moelab.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent

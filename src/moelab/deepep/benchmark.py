@@ -62,11 +62,11 @@ from moelab.deepep.benchmark_cases import (
 from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import MoelabError
+from moelab.files import write_json
 from moelab.machine import environment
 from moelab.marks import Marks, interquartile_range
 from moelab.mxfp8.quantise import expand
 from moelab.mxfp8.quantised_experts import QuantisedRows
-from moelab.runs.files import write_json
 
 # Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden,
 # E experts, e local experts, P ranks.

@@ -35,6 +35,7 @@ import torch
 from torch import distributed as dist
 
 from moelab.errors import BadInput, MoelabError
+from moelab.files import write_json
 from moelab.finding import any_error
 from moelab.health.node import check_node
 from moelab.health.slow import judge
@@ -42,7 +43,6 @@ from moelab.launch.cluster import read_cluster
 from moelab.launch.in_job import NodeOfJob
 from moelab.machine import this_machine
 from moelab.marks import Marks
-from moelab.runs.files import write_json
 
 TIMEOUT_S = 180  # a link that hangs is to end here, not at the job's time limit
 PAYLOAD_BYTES = {"nccl": 1 << 30, "gloo": 4 << 20}

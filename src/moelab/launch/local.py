@@ -30,6 +30,7 @@ from filelock import FileLock, Timeout
 from moelab.errors import BadInput, Refused
 from moelab.experiment import BLOCK_SCALED, Experiment
 from moelab.experiment_file import Study
+from moelab.files import write_json, write_whole
 from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command, end_processes, living
@@ -39,7 +40,6 @@ from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
 from moelab.runs.failure import cause
-from moelab.runs.files import write_json, write_whole
 from moelab.runs.follow import LogFollower, format_seconds
 from moelab.runs.log_text import tail
 from moelab.runs.side_files import converted_modules

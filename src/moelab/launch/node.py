@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moelab.experiment import Experiment
+from moelab.files import write_json, write_whole
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.local import close, ended, failure_of, no_space, stage_data
 from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end_processes
 from moelab.machine import environment
 from moelab.runs.collect import Collected
 from moelab.runs.directory import EXPERIMENT_FILE, STOP_VARIABLE, STOPPED_FILE, RunDir
-from moelab.runs.files import write_json, write_whole
 from moelab.runs.statements import Kind
 from moelab.runs.status import BY_CANCEL, State, Status
 

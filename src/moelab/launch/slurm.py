@@ -29,9 +29,9 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moelab.errors import MoelabError, Refused
+from moelab.files import write_json
 from moelab.machine import COLOUR, end_with_parent
 from moelab.runs.directory import RunDir
-from moelab.runs.files import write_json
 from moelab.runs.status import State
 
 TIMEOUT_S = 60.0

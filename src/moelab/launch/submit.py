@@ -17,6 +17,7 @@ from typing import Any
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.files import write_whole
 from moelab.finding import Finding
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
@@ -39,7 +40,6 @@ from moelab.launch.slurm import (
 from moelab.launch.status import ACTIVE, update
 from moelab.runs import directory
 from moelab.runs.directory import Discovery, RunDir
-from moelab.runs.files import write_whole
 from moelab.runs.status import State, Status
 
 Task = tuple[Experiment, RunDir]

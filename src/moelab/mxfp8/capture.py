@@ -27,7 +27,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experts import local
-from moelab.runs.files import write_whole
+from moelab.files import write_whole
 
 FOLDER = "captures"
 MAX_ROWS = 4096

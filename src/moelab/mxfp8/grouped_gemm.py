@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from moelab.errors import Refused
+from moelab.files import write_json
 from moelab.hardware import has_grouped_fp8
 from moelab.machine import environment
 from moelab.marks import Marks, interquartile_range
@@ -46,7 +47,6 @@ from moelab.mxfp8.grouped_gemm_cases import (
 )
 from moelab.mxfp8.grouped_gemm_results import SCHEMA
 from moelab.mxfp8.kernels import why_not_native
-from moelab.runs.files import write_json
 
 WARM_UP, MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 2, 8, 30, 0.8
 COMPONENT_REPEATS = 8

@@ -14,7 +14,7 @@ from typing import Any
 
 from moelab.data import shipped
 from moelab.errors import BadInput
-from moelab.runs.files import write_json, write_whole
+from moelab.files import write_json, write_whole
 
 FOLDERS = {"notebooks": "*.ipynb", "papermill_params": "*/*.yaml", "studies": "*.yaml"}
 START = "notebooks/00_start_here.ipynb"

@@ -31,13 +31,13 @@ from pyarrow.parquet import ParquetFile
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
+from moelab.files import finite_or_none, write_json, write_whole
 from moelab.privacy import each_text, without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import cause, rank_folders
-from moelab.runs.files import finite_or_none, write_json, write_whole
 from moelab.runs.log import read_log, read_runs
 from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
 from moelab.runs.settings import launch_settings

@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_record, write_experiment
-from moelab.runs.files import write_json, write_whole
+from moelab.files import read_bytes, write_json, write_whole
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
 
@@ -78,7 +78,7 @@ class RunDir:
     def status(self) -> Status:
         """Where the run is: ``unknown``, with what is wrong, if ``status.json`` cannot be read as a status."""
         try:
-            return _STATUS.validate_json((self.path / STATUS_FILE).read_bytes())
+            return _STATUS.validate_json(read_bytes(self.path / STATUS_FILE))
         except OSError as error:
             return Status(state=State.UNKNOWN, reason=f"{STATUS_FILE} cannot be read: {error.strerror}")
         except ValidationError as error:

@@ -18,8 +18,8 @@ from pyarrow import compute, parquet
 
 from moelab.errors import BadInput
 from moelab.experiment import Routing
+from moelab.files import write_whole
 from moelab.runs.directory import RunDir, is_run
-from moelab.runs.files import write_whole
 
 FILE = "expert_load.parquet"
 _COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "tokens": pa.int64()}

@@ -38,10 +38,10 @@ from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
+from moelab.files import finite_or_none
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected
 from moelab.runs.directory import Discovery
-from moelab.runs.files import finite_or_none
 from moelab.runs.settings import spread
 from moelab.runs.table import joined_rows, throughput_rows
 from moelab.study_report.sides import (

@@ -30,8 +30,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from moelab.files import write_json
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE
-from moelab.runs.files import write_json
 from moelab.titan.record import record_expert_load
 from moelab.titan.trace import StepTracer
 

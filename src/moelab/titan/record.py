@@ -14,10 +14,10 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.logging import logger
 
 from moelab.experts import local
+from moelab.files import write_json
 from moelab.mxfp8.converter import NothingConverted, converted_modules
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE
 from moelab.runs.expert_load import ExpertLoadFile
-from moelab.runs.files import write_json
 
 
 def record_conversion(model: nn.Module, dump_folder: Path, kernels: str, *, stages: int) -> None:

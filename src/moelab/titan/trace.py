@@ -31,9 +31,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from torchtitan.tools.logging import logger
 
+from moelab.files import write_json, write_whole
 from moelab.privacy import shareable
 from moelab.runs.directory import RECORDED_FOLDER, TRACES_FOLDER
-from moelab.runs.files import write_json, write_whole
 
 MAX_BYTES = 64 << 20
 MAX_ALLOCATIONS = 100_000

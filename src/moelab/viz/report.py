@@ -29,8 +29,8 @@ from plotly.offline import get_plotlyjs
 from moelab.analysis.arms import contrast
 from moelab.analysis.published import Label
 from moelab.analysis.verdict import Verdict
+from moelab.files import write_whole
 from moelab.privacy import each_text, shareable, without_secrets
-from moelab.runs.files import write_whole
 from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table, cell_text
 
 Cell = str | float | int | None

@@ -158,7 +158,7 @@ def calibration_file(name: str) -> Path:
 
 def write_calibration(name: str, values: Mapping[str, float], source: str) -> Path:
     """Keep constants for :func:`read_calibration`; returns the file."""
-    from moelab.runs.files import write_whole  # a projection loads no pandas, which moelab.runs does
+    from moelab.files import write_whole  # a projection loads no pandas, which moelab.runs does
 
     path, content = calibration_file(name), {"source": source, "constants": dict(values)}
     write_whole(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
