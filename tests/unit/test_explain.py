@@ -263,8 +263,7 @@ def test_passes_and_layers_are_those_of_the_operators(tmp_path: Path) -> None:
     assert {layer: round(1e3 * row["forward"]) for layer, row in found.layers_ms.items()} == {3: 5}
 
 
-def test_products_and_copies_are_held_against_the_gpus_peak(tmp_path: Path) -> None:
-    copy = kernel("Memcpy DtoD (Device -> Device)", 2000, 3000, bytes=2_400_000_000.0)
+def test_products_are_held_against_the_gpus_peak(tmp_path: Path) -> None:
     events = [
         *(op("aten::mm", 0, 10, **{"Input Dims": [[4096, 8192], [8192, 2048]]}), launch(2, 1), launch(4, 9)),
         *(op("aten::_grouped_mm", 20, 30, **{"Input Dims": [[4096, 7168], [8, 7168, 2048], [8]]}), launch(22, 2)),
@@ -276,7 +275,6 @@ def test_products_and_copies_are_held_against_the_gpus_peak(tmp_path: Path) -> N
         *(op("aten::addmm", 60, 70, **{"Input Dims": [[1, 2048], [4096, 8192], [8192, 2048]]}), launch(62, 4)),
         *(kernel(GEMM, 100, 250, call=1), kernel(GEMM, 250, 300, call=9)),  # one product of two kernels
         *(kernel(GEMM, 300, 500, call=2), kernel(GEMM, 500, 510, call=3), kernel(GEMM, 510, 710, call=4)),
-        copy | {"cat": "gpu_memcpy"},
     ]
     found = explained(tmp_path, events)
     of = {(one.op, one.shape): one for one in found.products}
@@ -290,7 +288,6 @@ def test_products_and_copies_are_held_against_the_gpus_peak(tmp_path: Path) -> N
     batched = of["aten::bmm", "[8, 4, 2] × [8, 2, 16]"]
     assert (batched.count, batched.tflops) == (2, pytest.approx(2 * (2 * 8 * 4 * 2 * 16) / 30e-6 / 1e12))
     assert of["aten::mm", None].tflops is of["aten::mm", "[8]"].tflops is None, "shapes were not recorded"
-    assert (found.copies[0].gb_s, found.copies[0].share_of_peak) == (pytest.approx(2400), pytest.approx(1.0))
 
 
 # --- several ranks, several steps ------------------------------------------------------------------------------------
@@ -350,7 +347,7 @@ def test_several_steps_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
     assert "step is 5; the profiler's steps in rank1_trace.json are not marked" in both.notes
 
 
-# --- files of all kinds, and the command -----------------------------------------------------------------------------
+# --- damaged files, and the command -----------------------------------------------------------------------------
 
 
 def test_a_trace_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -373,15 +370,19 @@ def test_a_damaged_event_does_not_hide_the_others(tmp_path: Path) -> None:
     text = text.replace('"bytes": 1', '"bytes": inf', 1)  # what Kineto writes for a copy that took no time
     text = text.replace('"ts": 10', '"ts": "10"', 1).replace('"dur": 5', '"dur": nan', 1)
     text = text.replace(f'"name": "{GEMM}"', r'"name": "gemm\d"', 1).replace('"ts": 40', '"ts": ""', 1)
+    (tmp_path / "trace.json").write_text(text)
+    trace = read_trace(tmp_path / "trace.json")
+    assert len(trace.events) == 5
+    assert trace.notes == (
+        "trace.json: 1 of 6 events are damaged and were left out",
+        "trace.json: 1 kernels and copies have no duration and take no time here",
+    )
+    assert r"gemm\d" in trace.names
     head, tail = text.rsplit('"cat": "kernel"', 1)  # of the last event
     (tmp_path / "trace.json").write_text(f'{head}"cat" "kernel"{tail}')
     trace = read_trace(tmp_path / "trace.json")
     assert len(trace.events) == 4
-    assert trace.notes == (
-        "trace.json: 2 of 6 events are damaged and were left out",
-        "trace.json: 1 kernels and copies have no duration and take no time here",
-    )
-    assert r"gemm\d" in trace.names
+    assert trace.notes[0] == "trace.json is damaged: it ends after 5 events, and what followed is missing"
 
 
 def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
@@ -389,37 +390,30 @@ def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(events))
     late = {"traceEvents": events, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}
     (tmp_path / "late_header.json").write_text(json.dumps(late, separators=(",", ":")))
-    old = [event | {"cat": "Kernel"} for event in events if event["ph"] == "X"]  # PyTorch before 1.12
-    (tmp_path / "old.json").write_text("\ufeff" + json.dumps({"traceEvents": old}), encoding="utf-8")
-    for name in ("list", "late_header", "old"):
+    (tmp_path / "marked.json").write_text("\ufeff" + json.dumps({"traceEvents": events}), encoding="utf-8")
+    for name in ("list", "late_header", "marked"):
         assert explain([tmp_path / f"{name}.json"]).span_ms == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("report.nsys-rep", b"\x00\x01binary", "Nsight"),
-        ("export.db", b"SQLite format 3\x00", "Nsight"),
-        ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "Nsight"),
-        ("export.json.gz", gzip.compress(b'{"Type":79,"CudaEvent":{"startNs":"1"}}', mtime=0), "Nsight"),
-        ("tables.json", b'{"StringIds": [{"id": 1, "value": "x"}]}', "Nsight"),
-        ("lines.json", b'{"StringId": 1, "Value": "' + b"x" * 5000 + b'"}\n{"StringId": 2}', "Nsight"),
-        ("jax.json", b'{"traceEvents": [{"ph": "X", "name": "dot.1", "args": {"hlo_op": "dot"}}]}', "of JAX (XLA)"),
-        ("results.json", b'{"rocprofiler-sdk-tool": [{"metadata": {}}]}', "a trace of AMD's rocprof"),
-        ("host.xplane.pb", b"\x0a\x12", "a trace of JAX (XLA)"),
-        ("viz.json", b'{"traceEvents": [{"ph": "X", "cat": "FEE"}], "viztracer_metadata": {}}', "of VizTracer"),
+        ("report.nsys-rep", b"\x00\x01binary", "not JSON"),
+        ("export.json", b'{"Type":79,"CudaEvent":{"startNs":"1"}}\n{"Type":80}', "not JSON"),
+        ("tables.json", b'{"StringIds": [{"id": 1, "value": "x"}]}', "no kernels or operators"),
+        ("jax.json", b'{"traceEvents": [{"ph": "X", "name": "dot.1", "args": {"hlo_op": "dot"}}]}', "no kernels or"),
         (
             "odd.json",
             b'[{"ph": "X", "cat": {}, "args": 5}, 7, {"ph": "X", "cat": "kernel", "pid": []}]',
-            "no events of",
+            "no kernels or",
         ),
-        ("deep.json", b'{"a": ' + b"[" * 100_000, "not a Kineto trace"),
-        ("memory.pickle", b"\x80\x04\x95\x00\x00", "binary file"),
-        ("train.log", b"step: 1 loss: 2.0", "not a Kineto trace"),
-        ("empty.json", b"", "not a Kineto trace"),
-        ("none.json", b'{"traceEvents": []}', "no events"),
-        ("other.json", b'{"nodes": [1, 2]}', "no events"),
-        ("stacks.json", b'[{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]', "no events of"),
+        ("deep.json", b'{"a": ' + b"[" * 1_000_000, "not JSON"),
+        ("deep_event.json", b'{"traceEvents": [' + b'{"args":' * 1_000_000, "not JSON"),
+        ("memory.pickle", b"\x80\x04\x95\x00\x00", "not JSON"),
+        ("train.log", b"step: 1 loss: 2.0", "not JSON"),
+        ("empty.json", b"", "not JSON"),
+        ("none.json", b'{"traceEvents": []}', "no kernels or"),
+        ("stacks.json", b'[{"ph": "X", "cat": "python_function", "name": "f", "ts": 1}]', "no kernels or"),
         ("marks.json", b'[{"ph": "X", "cat": "user_annotation", "name": "f", "ts": 1, "dur": 9}]', "that takes time"),
         ("instants.json", b'[{"ph": "X", "cat": "kernel", "name": "f", "ts": 1, "dur": 0}]', "that takes time"),
     ],
@@ -447,10 +441,6 @@ def step(*, launched_by: str = "cudaLaunchKernel", waits: str = "cudaDeviceSynch
 PARTS_OF_STEP = {"other GEMMs": 100, "all-to-all": 90, "memory-bound": 20, "idle: waiting for a synchronisation": 40}
 
 
-XPU = [
-    dict(event, cat="xpu_runtime") if event["cat"] == "cuda_runtime" else event
-    for event in step(launched_by="urEnqueueKernelLaunch", waits="urQueueFinish")
-]
 WRITTEN: dict[str, tuple[list[Event], str]] = {
     "in any order": (sorted(step(), key=lambda event: str(event["name"])), ""),
     "twice": (step() * 2, "3 of 6 kernels and copies appear twice and are counted once"),
@@ -459,20 +449,18 @@ WRITTEN: dict[str, tuple[list[Event], str]] = {
     "2⁶⁴ ns": ([*step(), kernel(NORM, 300, 300 + 2**64 / 1e3)], "1 of 11 events are damaged"),
     "start at 0": ([*[dict(e, ts=e["ts"] + 1e15) for e in step()], kernel(NORM, 0, 9)], "1 of 11 events are damaged"),
     "no duration": ([*step(), dict(kernel(NORM, 270, 271), dur=None)], "1 kernels and copies have no duration"),
-    "NaN": ([*step(), dict(kernel(NORM, 270, 271), dur=float("nan"))], "1 of 11 events are damaged"),
+    "NaN": ([*step(), dict(kernel(NORM, 270, 271), dur=float("nan"))], "1 kernels and copies have no duration"),
     "beyond 64 bits": ([*step(), kernel(NORM, 270, 275, call=1 << 70)], ""),
     "text for a number": ([*step(), kernel(NORM, 270, 275, bytes="many")], "1 of 11 events are damaged"),
-    "AMD Instinct MI355X": (step(launched_by="hipLaunchKernel", waits="hipStreamSynchronize"), "is of an AMD GPU (AMD"),
-    "Intel Data Center GPU Max 1550": (XPU, "peaks of Intel"),
 }
 
 
 @pytest.mark.parametrize("how", WRITTEN)
 def test_a_trace_is_read_however_it_is_written(tmp_path: Path, how: str) -> None:
     events, note = WRITTEN[how]
-    found = explained(tmp_path, events, gpu=how if "I" in how else "NVIDIA H200")
+    found = explained(tmp_path, events)
     assert parts_us(found) == PARTS_OF_STEP
-    said = [one for one in found.notes if "collectives that name" not in one and "peaks of AMD" not in one]
+    said = [one for one in found.notes if "collectives that name" not in one]
     assert len(said) == bool(note)
     assert note in "".join(said)
 
@@ -491,17 +479,6 @@ def test_names_of_folders_tell_ranks_and_steps(tmp_path: Path) -> None:
     for name, rank in (("nemo", 1), ("daemon", None), ("unnamed", None)):
         found = explain([tmp_path / name])
         assert (found.rank, parts_us(found)) == (rank, PARTS_OF_STEP)
-
-
-def test_a_collective_without_a_call_is_that_of_the_annotation_that_it_runs_under(tmp_path: Path) -> None:
-    """As in DDP's trace on an MI300X (TraceLens, tests/traces/mi300/resnet_act_checkpoint.json.gz)."""
-    mark = op("nccl:all_reduce", 99, 131, tid=4, cat="gpu_user_annotation", **{"External id": 7})
-    events = [
-        op("autograd::engine::evaluate_function: ReducerBackward", 0, 50),
-        op("nccl:all_reduce", 10, 20, cat="user_annotation", **{"External id": 7}),
-        *(mark, kernel("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", 100, 130, stream=4, call=4079)),
-    ]
-    assert parts_us(explained(tmp_path, events)) == {"FSDP collectives": 30}
 
 
 def test_a_trace_of_a_cpu_is_the_operators_own_time(tmp_path: Path) -> None:
@@ -547,7 +524,6 @@ def test_a_text_says_what_to_look_at_first_and_what_is_not_known(
     assert text.startswith("565.9 ms from the first to the last event of rank 0 (NVIDIA H200): 87.0% compute")
     assert "look first at exposed FSDP collectives: 27.8 ms" in text
     assert "measured on all ranks" not in text
-    assert "Memcpy DtoD (Device -> Device)" in text
     found = explained(tmp_path, [kernel("mine", 0, 10), kernel(GEMM, 10, 30)], gpu="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     text = explanation_text(found)
     assert "66.7% of kernel time is classified" in text

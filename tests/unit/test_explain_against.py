@@ -275,7 +275,7 @@ def test_bars_are_the_steps_and_the_comparison(steps: dict[str, Step]) -> None:
     assert "17 %" in title(figure), "of a step without the barriers of tracing: 101 of 591 ms"
     assert [sum(bars.x) for bars in idle.data] == pytest.approx([one.idle_ms for one in traces.values()])
     assert "replayed" in title(idle)
-    assert "DataLoader" in title(idle)
+    assert "DataLoader" in idle.data[0].y[0], "the longest"
     shown, hidden, waiting = communication_bars(traces).data
     groups = [one for step in traces.values() for one in step.step_communication]
     assert [a + b for a, b in zip(shown.x, hidden.x, strict=True)] == pytest.approx([one.ms for one in groups])
@@ -283,7 +283,7 @@ def test_bars_are_the_steps_and_the_comparison(steps: dict[str, Step]) -> None:
     step = traces["two_h200_full_standard"]
     alone = {"alone": replace(step, communication=(), gaps=(), busy_ms=step.span_ms)}
     assert "No communication" in title(communication_bars(alone))
-    assert "idle for 0.0 %" in title(idle_bars(alone))
+    assert [*idle_bars(alone).data[0].x] == [0.0]
     found = compare(*steps["four_h200_none_standard"])
     measured, predicted = beside_predicted(found).data
     assert list(measured.y) == [row.part for row in found.rows]

@@ -130,7 +130,7 @@ def _compute(kernel: str, op: str, optimizer: bool) -> str:
         return "optimizer" if optimizer and does != "quantisation" else does
     if part := _part("operators", op):
         return part
-    if re.match(r"(?:Memcpy|Memset|hipMem|Copy(?:Host|Device))", kernel):
+    if re.match(r"Memcpy|Memset", kernel):
         return "optimizer" if optimizer else "memory-bound"
     plain = kernel.replace("(anonymous namespace)::", "")
     short = plain.partition(">(" if "<" in plain else "(")[0]  # without types of its arguments

@@ -14,9 +14,8 @@ several ranks, the rank that waits least came last.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,17 +67,6 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """Copies of one kind: how many, ms, and GB/s; ``share_of_peak`` of memory's, of which a copy takes two bytes."""
-
-    kind: str
-    count: int
-    ms: float
-    gb_s: float | None
-    share_of_peak: float | None
-
-
-@dataclass(frozen=True)
 class Gaps:
     """Gaps with one cause: how many, ms idle, and what the host did; of a synchronisation, the call and its caller."""
 
@@ -116,7 +104,6 @@ class Explanation:
     layers_ms: dict[int, dict[str, float]]  # the same by layer and pass; empty where layers are not told
     communication: tuple[Communication, ...]
     products: tuple[Product, ...]
-    copies: tuple[Copies, ...]
     gaps: tuple[Gaps, ...]  # the longest first
     steps: tuple[tuple[str, float], ...]  # the profiler's, with the span of each, ms
     step_count: int  # that the figures are of together
@@ -190,7 +177,7 @@ class Explanation:
         """The explanation as one JSON object, without the timeline."""
         times = "span_ms busy_ms idle_ms compute_ms communication_ms exposed_communication_ms"
         parts = "parts_ms idle_by_cause_ms classified kernels_ms late_rank"
-        records = ("communication", "products", "copies", "gaps", "ranks")
+        records = ("communication", "products", "gaps", "ranks")
         return {
             "files": list(self.files),
             **{name: getattr(self, name) for name in f"rank gpu {times} {parts}".split()},
@@ -254,24 +241,6 @@ def stretch_of(explained: Explanation, *, layer: int | None = None, phase: str |
     return Stretch(first, last, compute_ms, busy_ms, events, host)
 
 
-def hidden_communication(explained: Iterable[Explanation]) -> tuple[float, float]:
-    """Communication of steps together, ms, and the share of it that compute hides; no barriers of tracing."""
-    rows = [one for step in explained for one in step.step_communication]
-    total_ms, exposed_ms = sum(one.ms for one in rows), sum(one.exposed_ms for one in rows)
-    return total_ms, 1 - exposed_ms / total_ms if total_ms else 0.0
-
-
-def idle_together(explained: Collection[Explanation]) -> tuple[float, dict[tuple[str, str], float]]:
-    """Share of steps together in which nothing runs, and of it the share of each cause and place, the largest first."""
-    idle_ms, step_ms = (sum(getattr(one, key) for one in explained) for key in ("idle_ms", "step_ms"))
-    of_place: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for step in explained:
-        for gap in step.gaps:
-            of_place[gap.cause, gap.where] += gap.idle_ms
-    longest = sorted(of_place.items(), key=lambda item: -item[1])
-    return idle_ms / step_ms, {place: ms / idle_ms for place, ms in longest}
-
-
 class _Met(NamedTuple):
     """What is kept of each rank."""
 
@@ -295,7 +264,7 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     notes: list[str] = []
     met: dict[int, _Met] = {}
     shown: tuple[int, Rank] | None = None
-    files = trace_files(paths)
+    files = list(trace_files(paths))
     for place, path in enumerate(files):
         try:
             trace = read_trace(path)
@@ -385,7 +354,6 @@ def _explanation(number: int, one: Rank, met: Mapping[int, _Met], notes: list[st
             if group in by_category
         ),
         products=tuple(_products(one, by_category, gpu)),
-        copies=tuple(_copies(one, gpu)),
         gaps=gaps,
         steps=one.steps,
         step_count=one.step_count,
@@ -527,19 +495,6 @@ def _flops(op: str, dims: Sequence[Any]) -> float | None:
     return 2.0 * float(np.prod(left)) * float(right[-1])
 
 
-def _copies(one: Rank, gpu: Gpu | None) -> Iterable[Copies]:
-    for name in dict.fromkeys(one.events["name"].tolist()):
-        kind = one.trace.names[name]
-        if re.match("Memcpy|hipMemcpy|Copy", kind):
-            places = np.flatnonzero(one.events["name"] == name)
-            us, moved = one.us(places), float(one.events["bytes"][places].sum())
-            gb_s = moved / us / 1e3 if moved and us else None  # bytes a µs are 1e-3 GB/s
-            on_device = "DtoD" in kind or "Device -> Device" in kind
-            peak = 1e3 * float(gpu.hbm_tb_s) if gpu and gpu.hbm_tb_s and on_device else None
-            # Kineto counts a byte once, memory reads and writes it
-            yield Copies(kind, len(places), us / 1e3, gb_s, 2 * gb_s / peak if gb_s and peak else None)
-
-
 def explanation_text(explained: Explanation) -> str:
     """An explanation for a terminal."""
     where = f"rank {explained.rank}" if explained.rank is not None else "this rank"
@@ -600,10 +555,6 @@ def _tables(explained: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...
                 *_rate(one.tflops, one.share_of_peak, "TFLOP/s"),
             )
             for one in explained.products[:SHOWN]
-        ],
-        ("copies", "calls", "", "", "of peak"): [
-            (one.kind, str(one.count), _ms(one.ms), *_rate(one.gb_s, one.share_of_peak, "GB/s"))
-            for one in explained.copies
         ],
         ("rank", "span", "compute", "idle", "waiting for others"): [
             (str(rank), *map(_ms, times)) for rank, *times in map(astuple, explained.ranks)

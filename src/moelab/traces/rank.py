@@ -27,7 +27,7 @@ _LAYER_BEGINS = re.compile(r"FSDP::pre_(?:forward|backward)\b")
 _LAYER_ENDS = re.compile(r"FSDP::(?:post_forward|post_backward_reduce)\b")
 _OPTIMIZER = re.compile(r"Optimizer\.(?:step|zero_grad)|clip_grad|(?:optimizer|optim)[-_. ]step", re.I)
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|Backward\d*$|^_?backward$")
-_BLOCKS = re.compile(r"synchroni[sz]e|(?:cuda|hip)Memcpy(?:WithStream|2D|3D|Peer)?$|urQueueFinish|EventWait$", re.I)
+_BLOCKS = re.compile(r"synchronize|cudaMemcpy(?:2D|3D|Peer)?$", re.I)
 _FORWARD, _BACKWARD_OF_IT = "CompiledFunction", "CompiledFunctionBackward"
 
 
@@ -332,7 +332,7 @@ class Rank:
 
     def _those_of(self, part: str, places: list[int]) -> list[int]:
         """Products or exchanges themselves, without their helpers."""
-        helper = re.compile("prepare|split_?k|reduce", re.IGNORECASE)
+        helper = re.compile("prepare|split_?k(?!ernel)|reduce", re.IGNORECASE)
         return [place for place in places if self.category[place] == part and not helper.search(self.name(place))]
 
     def _find_waits(self) -> None:

@@ -5,6 +5,7 @@ Steps are given by the name that stands beside their bars; ``replayed`` says tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ import plotly.graph_objects as go
 from moelab.hardware import known_gpu
 from moelab.traces.against import Comparison, GemmRate
 from moelab.traces.categories import COMMUNICATION, STRAGGLERS
-from moelab.traces.explanation import Explanation, hidden_communication, idle_together, stretch_of
+from moelab.traces.explanation import Explanation, stretch_of
 from moelab.viz.draw import diamonds, draw_bars, draw_limit, legend_below, list_rows
 from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
 
@@ -85,12 +86,11 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """Each step's communication by group: what compute hides of it, and what it does not."""
     rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
-    total_ms, hidden = hidden_communication(explained.values())
     names = _labels(name for name, _ in rows)
     # Two lists make plotly's axis of two levels: the step, and below it the group.
     y = [names, [plot_text(one.group) for _, one in rows]]
     figure = new_figure(
-        f"Compute hides {100 * hidden:.0f} % of {total_ms:.0f} ms of communication" if total_ms else "No communication",
+        "Communication that compute hides, and what is left exposed" if rows else "No communication",
         subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
         f"ranks or, of one rank alone, what takes longer than the fastest of its kind.{_traced(explained)}",
         note=_known(replayed),
@@ -107,11 +107,12 @@ def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool =
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar."""
-    idle, of_place = idle_together(explained.values())
-    longest = list(of_place)[:CAUSES]
-    place = f", {100 * of_place[longest[0]]:.0f} % of that in one place: {_host_work(longest[0][1])}" if longest else ""
+    of_place: Counter[tuple[str, str]] = Counter()
+    for step in explained.values():
+        of_place.update({(gap.cause, gap.where): gap.idle_ms for gap in step.gaps})
+    longest = [place for place, _ in of_place.most_common(CAUSES)]
     figure = new_figure(
-        f"The device is idle for {100 * idle:.1f} % of the time{place}",
+        "Why the GPU is idle",
         subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
         f"the kernel that ends the gap.{_traced(explained)}",
         note=_known(replayed),
@@ -140,10 +141,9 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
     known = known_gpu(gpu)
     peaks = {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops} if known else {}
     levels = {name: float(peak) for name, peak in peaks.items() if peak}
-    reached = [one.tflops for row in rates.values() for one in row]
-    peak = f"; the BF16 peak is {levels['BF16']:,.0f}" if "BF16" in levels else ""
+    most = max(one.tflops for row in rates.values() for one in row)
     figure = new_figure(
-        f"Products reach {min(reached):,.0f} to {max(reached):,.0f} TFLOP/s{peak}",
+        "What matrix products reach in a traced step",
         subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
         "recomputation is left out. Dashed: the datasheet's dense peaks.",
         note=_known(replayed),
@@ -159,8 +159,8 @@ def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bo
             hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
         )
     for name, limit in levels.items():
-        # A peak far above all bars would flatten them; the subtitle names it all the same.
-        if limit < 2.2 * max(reached):
+        # A peak far above all bars would flatten them.
+        if limit < 2.2 * most:
             draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
     figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
     return figure.update_layout(barmode="group", legend_y=-0.22)
