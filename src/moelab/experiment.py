@@ -211,7 +211,15 @@ class Experiment(BaseModel):
     attention_backend: Literal["flex", "flex_tiles", "flex_flash", "varlen"] = Field(
         "flex", description="TorchTitan's; flex_tiles: with tiles chosen for Hopper; flex_flash: by flash-attn-4"
     )
-    dataset: Literal["python", "c4"] = "python"
+    dataset: Annotated[str, Field(pattern=r"^(python|c4|.*/.*)$")] = Field(
+        "python", description="python, c4, or a folder of text (a path with a /) that moelab.titan.corpus.build made"
+    )
+    validate_every: Annotated[int, Field(ge=0, le=MOST)] = Field(
+        0, description="steps between passes over held-out text; 0: after the last alone, and with c4 never"
+    )
+    overrides: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)+$")], ...] = Field(
+        (), description="TorchTitan overrides of your own, each as module.function"
+    )
     hardware: Hardware = Field(
         "local", description="a profile's name or a YAML file; `local` is the machine at hand, `cpu` hides its GPUs"
     )
@@ -326,6 +334,8 @@ class Experiment(BaseModel):
         values = self._by_field() if self.arm_fields else {}
         for field in self.arm_fields:
             value = "default" if values[field] is None else values[field]
+            if field == "overrides":
+                value = "+".join(self.overrides) or "none"
             # Folders of runs have this name: signs that shells or file systems mind are replaced.
             words = re.sub(r"[^A-Za-z0-9.+]", "-", str(value))
             parts.append(f"{field.removeprefix('shape.').replace('_', '-')}-{words}")

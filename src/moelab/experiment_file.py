@@ -55,6 +55,7 @@ ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
         "memory_snapshot": False,
     },
     {"accumulate_gradients": False},
+    {"validate_every": 0, "overrides": []},
 )
 """Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
 neither version nor end mark."""

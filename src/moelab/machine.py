@@ -371,7 +371,9 @@ def processor_name() -> str:
 
 def has_module(name: str) -> bool:
     """Whether a module can be imported, without importing it."""
-    return importlib.util.find_spec(name) is not None
+    with suppress(ModuleNotFoundError):  # of the package that it would be in
+        return importlib.util.find_spec(name) is not None
+    return False
 
 
 def find_chromium() -> str | None:

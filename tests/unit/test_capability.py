@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ import pytest
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.launch import capability
 from moelab.launch.capability import refusals
-from moelab.machine import GpuInfo, GpusUnknown
+from moelab.machine import GpuInfo, GpusUnknown, has_module
 from moelab.planning.plan import plan
 
 
@@ -122,3 +123,15 @@ def test_a_machine_whose_nvidia_smi_fails_runs_on_its_processor_by_name_only(mon
     monkeypatch.setattr(capability, "gpus", Mock(side_effect=error))
     assert refusals(Experiment()) == [str(error)]
     assert refusals(Experiment(hardware="cpu")) == []
+
+
+def test_an_override_must_be_a_module_that_ranks_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(capability, "has_module", has_module)  # in place of the fixture's
+    one = Experiment(hardware="cpu", overrides=["mine.parts.coarse"])
+    (refusal,) = refusals(one)
+    assert refusal.startswith("overrides has mine.parts.coarse, and there is no module mine.parts here; start in")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "parts.py").touch()  # torchrun's ranks have the working folder on their path
+    assert refusals(one) == []
+    assert refusals(one.model_copy(update={"overrides": ("torchtitan.overrides.fused_swiglu.fused_swiglu",)})) == []

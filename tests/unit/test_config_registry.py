@@ -29,7 +29,7 @@ from moelab.mxfp8.converter import MXFP8EmulatedLinear
 from moelab.runs import directory
 from moelab.titan import config_registry
 from moelab.titan.arms import PUBLISHED, config_name, named_arms, nearest
-from moelab.titan.config_registry import assume_gpu, trainer_config
+from moelab.titan.config_registry import EndValidator, assume_gpu, trainer_config
 from moelab.titan.models import FLASH_BLOCKS, model_spec
 from moelab.titan.preempt import ResumeCheckpoints
 from moelab.titan.routing import RandomBalancedRouter
@@ -220,6 +220,30 @@ def test_the_default_corpus_has_its_held_out_text_evaluated_at_the_end() -> None
     validator = config.validator
     assert (config.dataloader.dataset, validator.dataloader.dataset) == ("python", "python_held_out")
     assert (validator.enable, validator.freq, validator.steps) == (True, 7, config_registry.VALIDATION_BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps"),
+    [({}, [10]), ({"validate_every": 4}, [4, 8, 10]), ({"validate_every": 5}, [5, 10]), ({"validate_every": 99}, [10])],
+)
+def test_held_out_text_is_evaluated_every_so_often_and_after_the_last_step(
+    fields: dict[str, int], steps: list[int]
+) -> None:
+    validator = trainer_config(Experiment(steps=10, **fields)).validator
+    asked = [step for step in range(1, 11) if EndValidator.should_validate(SimpleNamespace(config=validator), step)]
+    assert asked == steps
+
+
+def test_c4_is_validated_where_that_is_asked_for() -> None:
+    assert not trainer_config(published("16b_bf16_standard")).validator.enable
+    validator = trainer_config(published("16b_bf16_standard", validate_every=250)).validator
+    assert (validator.enable, validator.freq, validator.dataloader.dataset) == (True, 250, "c4_validation")
+
+
+def test_overrides_of_your_own_come_after_moelabs() -> None:
+    mine = "torchtitan.overrides.fused_swiglu.fused_swiglu"
+    config = trainer_config(Experiment(overrides=[mine]))
+    assert config.override.imports == [*trainer_config(Experiment()).override.imports, mine]
 
 
 @pytest.mark.parametrize(

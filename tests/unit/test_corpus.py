@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from moelab.errors import Refused
 from moelab.titan import corpus
 
 
@@ -70,3 +71,26 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file"))
     with pytest.raises(corpus.CorpusError, match="MOELAB_CACHE"):
         corpus.prepare()
+
+
+def test_a_folder_of_your_own_text_trains_with_its_own_vocabulary(tmp_path: Path) -> None:
+    words = [f"{number} times {number} is {number * number}\n" for number in range(5000)]
+    documents = [(f"page {number}", "".join(words[100 * number :][:100])) for number in range(50)]
+    corpus.build(tmp_path / "mine", documents, vocab_size=300, passage_characters=1000)
+    train, held_out = (list(corpus.load(f"{tmp_path}/mine/{split}.arrow")["text"]) for split in corpus.SPLITS)
+    expected = sorted(text for name, text in documents if corpus.is_held_out(name))
+    assert sorted("".join(held_out)) == sorted("".join(expected))
+    assert sum(map(len, [*train, *held_out])) == sum(len(text) for _, text in documents)
+    assert max(map(len, train)) < 1100
+    assert corpus.folder_of(f"{tmp_path}/mine", 300) == tmp_path / "mine"
+    with pytest.raises(Refused, match=r"mine has 300 tokens, and vocab_size is 299; set shape.vocab_size=300 or more"):
+        corpus.folder_of(f"{tmp_path}/mine", 299)
+    (tmp_path / "mine" / "train.arrow").unlink()
+    with pytest.raises(Refused, match=r"mine has no train.arrow; .*corpus.build makes such a folder"):
+        corpus.folder_of(f"{tmp_path}/mine", 300)
+
+
+def test_text_of_which_nothing_would_be_held_out_makes_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(corpus.CorpusError, match="too few documents: by their names one in 20 is held out"):
+        corpus.build(tmp_path / "mine", [("page 0", "a\n")])
+    assert not list(tmp_path.iterdir())

@@ -341,11 +341,12 @@ dp_replicate: 2, dp_shard: 2, tp: 2, pp: 2, pp_stages_per_rank: 1, pp_schedule: 
 seq_len: 512, local_batch: 8, microbatch: 2, accumulate_gradients: true, steps: 61, warmup_steps: 0,
 lr: 1.0e-5, attention_backend: varlen,
 activation_checkpoint: full+dispatch, compile: model+loss, dataset: c4, hardware: h100_of_mine, capture_step: 12,
-trace_step: 12, trace_ranks: [0, 1], memory_snapshot: true}
+trace_step: 12, trace_ranks: [0, 1], memory_snapshot: true, validate_every: 5, overrides: [mine.a_b.fused, mine.c]}
 """)
 """Another value of each field than its default."""
 IN_THE_NAME = {"shape": "n-layers-3", "pp_schedule": "pp-schedule-..-Zero-Bubble-V",
-               "trace_ranks": "trace-ranks--0--1-", "hardware": "hardware-h100-of-mine"}  # fmt: skip
+               "trace_ranks": "trace-ranks--0--1-", "overrides": "overrides-mine.a-b.fused+mine.c",
+               "hardware": "hardware-h100-of-mine"}  # fmt: skip
 HAS_A_PLACE = ("precision", "ep_backend", "dispatch_precision", "routing")
 """What every arm's name has; of the others the field and its value, or as above."""
 

@@ -167,6 +167,15 @@ def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: 
         "--dataloader.dataset_path=/data/c4",
         "--hf_assets_path=/data/tokenizer",
     } <= set(arguments)
+    held_out = "--validator.dataloader.dataset_path=/data/c4"
+    assert held_out not in arguments
+    validated = directory.create(tmp_path, experiment.model_copy(update={"validate_every": 10}))
+    assert held_out in start_of(validated, signals, *more).command(validated.experiment).arguments
+    # A folder of text has its own tokenizer, and is where the experiment says.
+    own = directory.create(tmp_path, experiment.model_copy(update={"dataset": "my/text"}))
+    command = start_of(own, signals, *more).command(own.experiment)
+    assert not [one for one in command.arguments if "dataset_path" in one or "hf_assets_path" in one]
+    assert command.variables["HF_HUB_OFFLINE"] == "1"
 
 
 @given(st.integers(1, 67_043_328), st.integers(1, 1_000), st.integers(0, 100), st.integers(0, 100))

@@ -71,7 +71,10 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "no split backward when compiled": [
         ({"pp": 2, "pp_schedule": "InterleavedZeroBubble", "compile": "model+loss"}, NO_V.rpartition(", ")[0]),
     ],
-    "V schedules do not evaluate": [({"pp": 2, "pp_schedule": "DualPipeV"}, NO_V)],
+    "V schedules do not evaluate": [
+        ({"pp": 2, "pp_schedule": "DualPipeV"}, NO_V),
+        ({"pp": 2, "pp_schedule": "DualPipeV", "dataset": "c4", "validate_every": 9}, NO_V),
+    ],
     "sequence is cut evenly": [({"tp": 16, "seq_len": 8200}, "16 equal parts; nearest legal seq_len: 8192 or 8208")],
     "mask is cut in blocks": [({"cp": 2, "seq_len": 8320}, "nearest legal seq_len: 8192 or 8448")],
     "loss is cut evenly": [({"seq_len": 8188}, "nearest legal seq_len: 8184 or 8192")],

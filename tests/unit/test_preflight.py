@@ -165,6 +165,10 @@ def test_many_nodes_do_not_stream_c4(tmp_path: Path) -> None:
         cluster = B200.model_copy(update={"datasets": c4, "tokenizers": {"16B": str(tmp_path / tokenizer)}})
         assert faults(check_data(study(dataset="c4", nodes=nodes), cluster)) == expected
     assert faults(check_data(study(nodes=32), B200)) == {}  # Python's own text
+    assert faults(check_data(study(dataset=there), B200)) == {}
+    assert faults(check_data(study(dataset="no/text"), B200)) == {
+        "data": "dataset is no/text, which does not exist here"
+    }
 
 
 def test_bytes_of_a_checkpoint_are_those_that_memory_knows() -> None:

@@ -132,7 +132,7 @@ def test_a_study_is_found_by_its_name_and_a_file_of_that_name_comes_first(
             read_study(Path(path))
 
 
-NAMES = "16B_b200_x256, 671B_b200_x256, gpu_smoke, gpu_smoke_compiled, nano, own_shape"
+NAMES = "16B_b200_x256, 671B_b200_x256, convergence_gpu, gpu_smoke, gpu_smoke_compiled, nano, own_shape"
 NO_STUDY = f"nanoo is neither a file nor a study that comes with moelab; those are {NAMES}"
 
 

@@ -7,6 +7,7 @@ back silently.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import gpu_from, gpu_of
@@ -54,6 +55,15 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
         yield f"model {label} needs GPUs and this machine has none to use. Nearest: model=debug or model=nano"
     if reason := shape_for(experiment).plan_only:
         yield reason
+    for target in experiment.overrides:
+        # Ranks import from the working folder too.
+        if not (
+            has_module(module := target.rpartition(".")[0]) or Path(*module.split(".")).with_suffix(".py").exists()
+        ):
+            yield (
+                f"overrides has {target}, and there is no module {module} here; start in the folder that it is in, or "
+                "add that folder to PYTHONPATH"
+            )
     if experiment.hardware not in ("local", "cpu"):
         yield (
             f"hardware is {experiment.hardware}: `moelab run` trains on this machine only; set hardware=local or "

@@ -35,7 +35,7 @@ from moelab.launch.capability import refusals
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command, end_processes, living
 from moelab.machine import boot_id, environment
-from moelab.model import TOKENIZERS
+from moelab.model import TOKENIZERS, shape_for
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
@@ -328,7 +328,7 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
         tokenizer: folder of the model's tokenizer, instead of where TorchTitan's script puts it.
 
     Raises:
-        Refused: if C4, or the tokenizer that it needs, cannot be had.
+        Refused: if C4, or the tokenizer that it needs, cannot be had, or a folder of text is none.
         CorpusError: if the default corpus cannot be made.
     """
     from moelab.titan import corpus
@@ -346,7 +346,7 @@ def stage_data(experiment: Experiment, *, dataset: Path | None = None, tokenizer
             )
         if folder:
             return
-    corpus.prepare()
+    corpus.folder_of(experiment.dataset, shape_for(experiment).vocab_size)
 
 
 def _require_c4() -> None:

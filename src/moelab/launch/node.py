@@ -66,6 +66,8 @@ class Start:
             arguments.append("--debug.enable_structured_logging")
         dataset, tokenizer = self.data(experiment)
         arguments += [f"--dataloader.dataset_path={dataset}"] if dataset else []
+        if dataset and experiment.validate_every:
+            arguments.append(f"--validator.dataloader.dataset_path={dataset}")
         arguments += [f"--hf_assets_path={tokenizer}"] if tokenizer else []
         launched = command(
             experiment,
@@ -83,8 +85,8 @@ class Start:
         return self.place.port(*self.options.ports)
 
     def data(self, experiment: Experiment) -> tuple[Path | None, Path | None]:
-        """The cluster's copies of the experiment's dataset and tokenizer; the default text has its own tokenizer."""
-        tokenizers = {} if experiment.dataset == "python" else self.options.tokenizer
+        """The cluster's copies of the experiment's dataset and tokenizer; other text than C4 has its own tokenizer."""
+        tokenizers = self.options.tokenizer if experiment.dataset == "c4" else {}
         return self.options.dataset.get(experiment.dataset), tokenizers.get(experiment.model)
 
 

@@ -59,8 +59,16 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
 def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Whether the data is where the nodes will look for it."""
     wanted = [one for one in study.first_of_arms if one.dataset == "c4"]
-    if not wanted:
+    own = sorted({one.dataset for one in study.first_of_arms} - {"python", "c4"})
+    for text in own:
+        if Path(text).is_dir():
+            yield Finding(name="data", severity="ok", found=f"text in {text}")
+        else:
+            yield fault("text is not there", folder=text)
+    if not wanted and not own:
         yield Finding(name="data", severity="ok", found="made on the nodes from Python's own text, without a download")
+        return
+    if not wanted:
         return
     folder, nodes = cluster.datasets.get("c4"), max(one.nodes for one in wanted)
     if folder is None and nodes > STREAMING_NODES:

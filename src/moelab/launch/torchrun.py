@@ -76,8 +76,8 @@ def command(
     # Otherwise ranks that should run on the processor would take a GPU that is here.
     if experiment.hardware == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
-    # The default text is local, so no rank has to wait for a hub that the node may not reach.
-    if experiment.dataset == "python":
+    # Other text is local, so no rank has to wait for a hub that the node may not reach.
+    if experiment.dataset != "c4":
         variables["HF_HUB_OFFLINE"] = "1"
     return Command(arguments=torchrun + train, variables=variables)
 

@@ -79,15 +79,17 @@ _FUSED_SWIGLU = (
 
 
 class EndValidator(Validator):
-    """TorchTitan's validator without its pass at step 1: only the trained model's held-out loss is of interest."""
+    """TorchTitan's validator without its pass at step 1, and with one after the last step: the trained model's."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        """No settings of its own."""
+        """As TorchTitan's, with the number of the last step."""
+
+        last_step: int
 
     def should_validate(self, step: int) -> bool:
         """Whether held-out text is evaluated after this step."""
-        return step % self.config.freq == 0
+        return step % self.config.freq == 0 or step == self.config.last_step
 
 
 def experiment() -> Trainer.Config:
@@ -237,7 +239,7 @@ def _overrides(experiment: Experiment, *, on_cpu: bool) -> list[Any]:
     if experiment.ep_backend is EPBackend.MINIMAL_ASYNC_EP:
         # Most rows of its fixed-size buffer are uninitialised; the fused activation stops at the last row in use.
         imports += _FUSED_SWIGLU
-    return imports
+    return [*imports, *experiment.overrides]
 
 
 def _padding(experiment: Experiment) -> dict[str, Any]:
@@ -348,20 +350,19 @@ def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
 
 def _data(experiment: Experiment) -> dict[str, Any]:
     """Data loader, tokenizer and validator of the experiment's dataset."""
-    if experiment.dataset == "c4":
-        folder = TOKENIZERS.get(experiment.model) or str(_corpus())
-        return {"dataloader": HuggingFaceTextDataLoader.Config(dataset="c4"), "hf_assets_path": folder}
-    held_out = HuggingFaceTextDataLoader.Config(dataset="python_held_out", infinite=True)
-    return {
-        "dataloader": HuggingFaceTextDataLoader.Config(dataset="python"),
-        "hf_assets_path": str(_corpus()),
-        "validator": EndValidator.Config(
-            enable=True, freq=experiment.steps, steps=VALIDATION_BATCHES, dataloader=held_out
-        ),
-    }
-
-
-def _corpus() -> Path:
-    folder = corpus.prepare()
-    corpus.register(folder)
-    return folder
+    train, held_out = ("c4", "c4_validation") if experiment.dataset == "c4" else ("python", "python_held_out")
+    folder = TOKENIZERS.get(experiment.model) if experiment.dataset == "c4" else None
+    if folder is None:
+        text = corpus.folder_of(experiment.dataset, shape_for(experiment).vocab_size)
+        corpus.register(text)
+    data = {"dataloader": HuggingFaceTextDataLoader.Config(dataset=train), "hf_assets_path": folder or str(text)}
+    if experiment.dataset == "c4" and not experiment.validate_every:
+        return data
+    validator = EndValidator.Config(
+        enable=True,
+        freq=experiment.validate_every or experiment.steps,
+        last_step=experiment.steps,
+        steps=VALIDATION_BATCHES,
+        dataloader=HuggingFaceTextDataLoader.Config(dataset=held_out, infinite=True),
+    )
+    return data | {"validator": validator}

@@ -1,10 +1,13 @@
-"""Real text without a download: the running Python's own documentation and standard library.
+"""Real text without a download: the running Python's own documentation and standard library; or a folder of your own.
 
 Every machine that can run this package has about 12 MB of English and code. It is split into documents; the hash of
 its name decides for one file in twenty that it is held out, and a byte-level BPE tokenizer is trained once on the rest.
 Files are cut at line ends into passages of about 2,000 characters, the size of a web document in C4, so that a short
 run sees hundreds of files instead of three. The cache key covers everything that went into the result: another Python,
 vocabulary size or version of ``tokenizers`` gets its own copy, and nobody trains on half-written files.
+
+Of other text :func:`build` makes a folder of the same kind, which ``dataset`` then names; ``benchmarks/
+convergence_text.py`` does so with the sources of the installed packages.
 
 The order of the passages is fixed. As when TorchTitan streams C4, a seed only changes the initial weights, so the
 spread between seeds is not inflated by easier or harder text at the end of one of them.
@@ -27,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
-from moelab.errors import MoelabError
+from moelab.errors import MoelabError, Refused
 from moelab.model import shape_of
 
 if TYPE_CHECKING:
@@ -75,21 +78,21 @@ def documents() -> Iterator[tuple[str, str]]:
         yield f"stdlib/{name}", path.read_text(encoding="utf-8", errors="replace")
 
 
-def passages(text: str) -> Iterator[str]:
-    """Cut a document at line ends into passages of about ``PASSAGE_CHARACTERS``; joined, they are the document."""
+def passages(text: str, characters: int = PASSAGE_CHARACTERS) -> Iterator[str]:
+    """Cut a document at line ends into passages of about so many characters; joined, they are the document."""
     lines: list[str] = []
     length = 0
     for line in text.splitlines(keepends=True):
         lines.append(line)
         length += len(line)
-        if length >= PASSAGE_CHARACTERS:
+        if length >= characters:
             yield "".join(lines)
             lines, length = [], 0
     if lines:
         yield "".join(lines)
 
 
-def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+def split_passages(texts: Iterable[tuple[str, str]], characters: int = PASSAGE_CHARACTERS) -> dict[str, list[str]]:
     """Passages of each split, shuffled, without duplicates.
 
     Files share passages (tables of character encodings share whole pages), so a passage that is held out anywhere is
@@ -97,7 +100,7 @@ def split_passages(texts: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """
     parts: dict[str, dict[str, None]] = {split: {} for split in SPLITS}  # a set would forget the order
     for name, text in texts:
-        parts["held_out" if is_held_out(name) else "train"].update(dict.fromkeys(passages(text)))
+        parts["held_out" if is_held_out(name) else "train"].update(dict.fromkeys(passages(text, characters)))
     held_out = parts["held_out"]
     split = {"train": [part for part in parts["train"] if part not in held_out], "held_out": [*held_out]}
     for shuffled in split.values():
@@ -126,11 +129,42 @@ def prepare() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):  # all ranks come here at once; one builds, the others wait
             if not folder.exists():
-                _build(folder, list(documents()))
+                texts = list(documents())
+                if sum(len(text) for _, text in texts) < 1_000_000:
+                    raise CorpusError(
+                        "this Python was installed without the sources of its standard library, so there is no text to "
+                        "train on; use another Python, or dataset=c4"
+                    )
+                build(folder, texts)
     except OSError as error:
         raise CorpusError(
             f"the corpus cannot be cached in {folder.parent}: {error.strerror}; free space there or set MOELAB_CACHE"
         ) from error
+    return folder
+
+
+def folder_of(dataset: str, vocab_size: int) -> Path:
+    """The folder of an experiment's text: the default corpus's for ``python`` and ``c4``, or one of your own.
+
+    Raises:
+        Refused: if it is not a folder that :func:`build` made, or its tokenizer has more tokens than the vocabulary.
+        CorpusError: as :func:`prepare`.
+    """
+    if dataset in ("python", "c4"):
+        return prepare()
+    folder = Path(dataset).absolute()
+    wanted = [*(f"{split}.arrow" for split in SPLITS), "tokenizer.json", "tokenizer_config.json"]
+    if lacking := [name for name in wanted if not (folder / name).is_file()]:
+        raise Refused(
+            f"dataset is {dataset}, and {folder} has no {' or '.join(lacking)}; moelab.titan.corpus.build makes such a "
+            "folder, as in benchmarks/convergence_text.py. Otherwise use dataset=python or dataset=c4"
+        )
+    tokens = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    if tokens > vocab_size:
+        raise Refused(
+            f"the tokenizer in {folder} has {tokens} tokens, and vocab_size is {vocab_size}; set "
+            f"shape.vocab_size={tokens} or more"
+        )
     return folder
 
 
@@ -162,36 +196,56 @@ def _key() -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(folder: Path, texts: list[tuple[str, str]]) -> None:
+def build(
+    folder: Path,
+    documents: Iterable[tuple[str, str]],
+    *,
+    vocab_size: int = VOCAB_SIZE,
+    passage_characters: int = PASSAGE_CHARACTERS,
+) -> None:
+    """Make a folder of text to train on: what :func:`prepare` returns, of any documents.
+
+    Args:
+        folder: it must not exist; whole or not there at all, whatever ends this process.
+        documents: names, which decide what is held out, and texts.
+        vocab_size: most entries of the tokenizer that is trained on the text.
+        passage_characters: about where documents are cut. Attention does not cross a cut.
+
+    Raises:
+        CorpusError: if no document is held out, or none is trained on.
+
+    Example:
+        >>> build(Path("text/mine"), [(path.name, path.read_text()) for path in Path("papers").glob("*.txt")])
+        ... # doctest: +SKIP
+    """
     import pyarrow as pa
 
-    if sum(len(text) for _, text in texts) < 1_000_000:
+    parts = split_passages(documents, passage_characters)
+    if not all(parts.values()):
         raise CorpusError(
-            "this Python was installed without the sources of its standard library, so there is no text to train on; "
-            "use another Python, or dataset=c4"
+            f"there are too few documents: by their names one in {HELD_OUT_ONE_IN} is held out, and each part needs one"
         )
     # Beside the result, for only within a file system is a rename atomic.
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
-        parts = split_passages(texts)
         for split in SPLITS:
             table = pa.table({"text": parts[split]})
             with pa.OSFile(f"{work}/{split}.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
                 writer.write_table(table)
-        _train_tokenizer(work, parts["train"])
-        work.rename(folder)  # whole or not at all, whatever ends this process
+        _train_tokenizer(work, parts["train"], vocab_size)
+        work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _train_tokenizer(folder: Path, texts: list[str]) -> None:
+def _train_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()  # with the alphabet below, every text can be encoded and decoded
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
