@@ -8,6 +8,12 @@ class MoelabError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: the message is meant for the reader, our code is not."""
+        from moelab.privacy import without_secrets
+
+        return [f"{type(self).__name__}: {without_secrets(str(self))}"]  # it may quote a file
+
 
 class BadInput(MoelabError):
     """A value that a person gave is wrong: the message names it, says what is valid and what to do."""

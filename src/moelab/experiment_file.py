@@ -16,6 +16,7 @@ its version comes first and its end mark last, so that a cut anywhere shows, and
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import errno
 import itertools
@@ -23,7 +24,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -32,7 +33,7 @@ from pydantic import BaseModel, ValidationError
 
 from moelab.data import shipped
 from moelab.errors import BadInput
-from moelab.experiment import Experiment, OwnHardware, ShapeChanges
+from moelab.experiment import EPBackend, Experiment, OwnHardware, Precision, ShapeChanges
 from moelab.files import read_text
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -69,6 +70,48 @@ class Study:
     experiments: tuple[Experiment, ...]
     """In the order in which they run; arms alternate within each seed (A B A B), so that a drift of the machine
     falls on all arms alike."""
+    path: Path | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The file or packaged study that holds these experiments as they are; None of any other study."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        *,
+        arms: Sequence[str | Mapping[str, Any]] = ("bf16",),
+        seeds: int | Iterable[int] = 1,
+        **shared: Any,
+    ) -> Study:
+        """Make a study in Python.
+
+        Args:
+            name: folder of its runs.
+            arms: each a precision (``"mxfp8"``), with an all-to-all (``"mxfp8_deepep"``), or fields of an experiment.
+            seeds: how many, from 0, or which.
+            shared: fields of an experiment that all arms have.
+
+        Raises:
+            BadInput: for an arm, a field or a value that an experiment does not take.
+
+        Example:
+            >>> print(Study.of("mine", steps=110, arms=["bf16", "mxfp8_deepep"], seeds=3))
+            study mine: nano, 110 steps; arms bf16_standard, mxfp8_deepep; seeds 0, 1, 2
+        """
+        hardware = shared.get("hardware")
+        if isinstance(hardware, str | Path):
+            shared["hardware"] = read_hardware(str(hardware))
+        fields = [arm if isinstance(arm, Mapping) else _fields_of_arm(arm) for arm in arms]
+        return make_study(name, shared, fields, range(seeds) if isinstance(seeds, int) else seeds)
+
+    def __str__(self) -> str:
+        """The study in a line."""
+        models = dict.fromkeys(one.model_label for one in self.experiments)
+        steps = dict.fromkeys(f"{one.steps:,}" for one in self.experiments)
+        seeds = dict.fromkeys(str(one.seed) for one in self.experiments)
+        return (
+            f"study {self.name}: {', '.join(models)}, {' or '.join(steps)} steps; arms {', '.join(self.arms)}; "
+            f"seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}"
+        )
 
     @property
     def first_of_arms(self) -> tuple[Experiment, ...]:
@@ -98,13 +141,27 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
     )
 
 
-def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
+def _fields_of_arm(arm: str) -> dict[str, str]:
+    """Fields of an arm that is called by its precision, or by its precision and all-to-all."""
+    precision, _, backend = str(arm).partition("_")
+    backend = backend or EPBackend.STANDARD.value
+    precisions, backends = [one.value for one in Precision], [one.value for one in EPBackend]
+    if precision not in precisions or backend not in backends:
+        raise BadInput(
+            f"arm {arm!r}: valid: a precision ({', '.join(precisions)}), with _ and an all-to-all "
+            f"({', '.join(backends)}) where it is not the standard one, or a mapping of fields such as "
+            '{"precision": "mxfp8", "wgrad": "bf16"}'
+        )
+    return {"precision": precision, "ep_backend": backend}
+
+
+def read_study(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Study:
     """Read any experiment, list of experiments or study.
 
     Args:
         path: the YAML file, or the name of a study that comes with moelab; None for the experiment that the overrides
             alone make.
-        overrides: ``key=value`` pairs that replace fields of every experiment; ``seeds`` and ``study`` too.
+        overrides: replace fields of every experiment, ``seeds`` and ``study`` too: ``key=value`` pairs, or a mapping.
 
     Raises:
         BadInput: naming the value, what is valid and what to do.
@@ -112,7 +169,24 @@ def read_study(path: Path | None, overrides: Sequence[str] = ()) -> Study:
     changes = parse_overrides(overrides)
     if path is None:
         return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
-    path = _file_of_study(path)
+    study = _study_in(_file_of_study(Path(path)), dict(changes))
+    return study if changes else replace(study, path=Path(path))
+
+
+def change(study: Study, changes: Mapping[str, Any]) -> Study:
+    """The study with other values in fields of every experiment.
+
+    Raises:
+        BadInput: for a field that is unknown or invalid, or two arms that are one then.
+    """
+    if not changes:
+        return study
+    changes = parse_overrides(changes)
+    name = changes.get("name", study.name)
+    return _distinct(name, [parse(Experiment, {**dict(one), **changes}) for one in study.experiments])
+
+
+def _study_in(path: Path, changes: dict[str, Any]) -> Study:
     text = _text(path, str(path))
     is_record = text.startswith(f"{VERSION_KEY}:")
     content = _fields_of_record(text) if is_record else _with_hardware(_load(text, str(path)), path.parent)
@@ -261,12 +335,14 @@ def _text(path: Path, source: str) -> str:
         raise BadInput(f"{source}: {error}") from error
 
 
-def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["steps=20", "lr=1.0e-3"]`` as a mapping; values are YAML.
+def parse_overrides(pairs: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """``["steps=20", "lr=1.0e-3"]`` as a mapping; values are YAML. A mapping's values are taken as they are.
 
     Raises:
         BadInput: for a pair without ``=`` or with a value that is not YAML.
     """
+    if isinstance(pairs, Mapping):
+        return dict(_with_hardware(dict(pairs), Path()))
     changes: dict[str, Any] = {}
     for pair in pairs:
         key, separator, value = pair.partition("=")

@@ -10,9 +10,9 @@ letters, digits and a few signs; everything else is one line of text and is quot
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -160,12 +160,12 @@ def bundled() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))
 
 
-def read_cluster(name_or_path: str, overrides: Sequence[str] = ()) -> ClusterProfile:
+def read_cluster(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any] = ()) -> ClusterProfile:
     """Read a bundled profile by its name, or a YAML file.
 
     Args:
         name_or_path: such as ``slurm_generic`` or ``/home/me/cluster.yaml``.
-        overrides: ``key=value`` pairs; ``variables.NCCL_IB_HCA=mlx5`` replaces one entry.
+        overrides: ``key=value`` pairs, or a mapping; ``variables.NCCL_IB_HCA=mlx5`` replaces one entry.
 
     Raises:
         BadInput: naming the value, what is valid and what to do.
