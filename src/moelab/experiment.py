@@ -159,7 +159,8 @@ class Experiment(BaseModel):
     of AdamW; ``local_batch`` counts sequences of ``seq_len`` tokens per data-parallel rank and step. ``capture_step``
     above zero saves what the experts multiply at that step into the run directory (:mod:`moelab.mxfp8.capture`), and
     ``trace_step`` what its ranks do in it (:mod:`moelab.titan.trace`).
-    A field added here is also added to :data:`moelab.experiment_file.ADDED_FIELDS`, so that older runs stay readable.
+    A field added here is also added to :data:`moelab.experiment_file.ADDED_FIELDS`, so that older runs stay readable;
+    where it makes no difference, :mod:`moelab.layout.training` says so.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_enum_values=False)

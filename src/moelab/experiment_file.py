@@ -35,6 +35,7 @@ from moelab.data import shipped
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, OwnHardware, Precision, ShapeChanges
 from moelab.files import read_text
+from moelab.layout import twins
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
@@ -129,7 +130,7 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
     """Cross arms with seeds.
 
     Raises:
-        BadInput: for a field that is unknown or invalid, or two arms that are one.
+        BadInput: for a field that is unknown or invalid, or two arms that are the same training.
     """
     for key, instead in _OF_A_STUDY.items():
         if any(key in fields for fields in (shared, *arms)):
@@ -440,7 +441,11 @@ def _distinct(name: str, experiments: Sequence[Experiment]) -> Study:
             f"study {name!r} has the same arm and seed twice ({arm}, seed {seed}): seeds must be distinct, and arms "
             "must differ in a field"
         )
-    return Study(name=name, experiments=tuple(apart))
+    study = Study(name=name, experiments=tuple(apart))
+    if same := twins(study.first_of_arms):
+        told = "\n".join(f"arm {arm}: {why}" for arm, why in list(same.items())[:MAX_FAULTS])
+        raise BadInput(f"study {name!r} has the same training in two arms; leave one of them out\n{told}")
+    return study
 
 
 def _kind(value: object) -> str:

@@ -32,6 +32,7 @@ from moelab.experiment_file import (
     read_yaml,
     write_experiment,
 )
+from moelab.layout import training_of
 
 DEGREES = ("nodes", "gpus_per_node", "dp_replicate", "tp", "pp", "cp", "ep")
 CHOICES = ("model", "mxfp8_kernels", "quantize", "wgrad", "dispatch_precision", "activation_checkpoint", "compile")
@@ -337,29 +338,42 @@ def test_one_experiment_is_wanted_where_one_is_wanted(file: Path) -> None:
 OTHER_VALUES: dict[str, Any] = yaml.safe_load("""\
 {model: debug, shape: {n_layers: 3}, precision: mxfp8, mxfp8_kernels: emulated, quantize: experts+linears, wgrad: bf16,
 ep_backend: deepep, ep_kernels: emulated, dispatch_precision: mxfp8, routing: round_robin, nodes: 2, gpus_per_node: 4,
-dp_replicate: 2, dp_shard: 2, tp: 2, pp: 2, pp_stages_per_rank: 1, pp_schedule: ../Zero Bubble_V, cp: 2, ep: 1,
+dp_replicate: 2, dp_shard: 1, tp: 2, pp: 2, pp_stages_per_rank: 2, pp_schedule: ../Zero Bubble_V, cp: 2, ep: 1,
 seq_len: 512, local_batch: 8, microbatch: 2, accumulate_gradients: true, steps: 61, warmup_steps: 0,
 lr: 1.0e-5, attention_backend: varlen,
 activation_checkpoint: full+dispatch, compile: model+loss, dataset: c4, hardware: h100_of_mine, capture_step: 12,
 trace_step: 12, trace_ranks: [0, 1], memory_snapshot: true, validate_every: 5, overrides: [mine.a_b.fused, mine.c]}
 """)
 """Another value of each field than its default."""
+MATTERS: dict[str, dict[str, Any]] = {
+    "mxfp8_kernels": {"precision": "mxfp8"},
+    "quantize": {"precision": "mxfp8"},
+    "wgrad": {"precision": "mxfp8"},
+    "ep_kernels": {"ep_backend": "deepep"},
+    "pp_schedule": {"pp": 2},
+    "pp_stages_per_rank": {"pp": 2},
+    "microbatch": {"accumulate_gradients": True},
+    "trace_ranks": {"trace_step": 2},
+    "memory_snapshot": {"trace_step": 2},
+}
+"""Beside what a field makes a difference, where it makes none by itself."""
 IN_THE_NAME = {"shape": "n-layers-3", "pp_schedule": "pp-schedule-..-Zero-Bubble-V",
                "trace_ranks": "trace-ranks--0--1-", "overrides": "overrides-mine.a-b.fused+mine.c",
                "hardware": "hardware-h100-of-mine"}  # fmt: skip
-HAS_A_PLACE = ("precision", "ep_backend", "dispatch_precision", "routing")
-"""What every arm's name has; of the others the field and its value, or as above."""
+HAS_A_PLACE = ("precision", "ep_backend", "dispatch_precision", "routing", "quantize", "wgrad")
+"""What an arm's name has by itself; of the others the field and its value, or as above."""
 
 
 def test_an_arm_is_the_fields_in_which_it_differs() -> None:
     assert OTHER_VALUES.keys() == Experiment.model_fields.keys() - {"name", "seed", "arm_fields"}
     for field, value in OTHER_VALUES.items():
-        study = make_study("s", {}, [{}, {field: value}], [0, 1])
-        own, added = Experiment(**{field: value}).arm, f"{field.replace('_', '-')}-{value}"
-        expected = own if field in HAS_A_PLACE else f"bf16_standard_{IN_THE_NAME.get(field, added)}"
-        assert study.arms == ("bf16_standard", expected)
-        assert (own != "bf16_standard") == (field in HAS_A_PLACE)
-        reversed_arms = make_study("s", {}, [{field: value}, {}], [0]).arms
+        shared = MATTERS.get(field, {})
+        study = make_study("s", shared, [{}, {field: value}], [0, 1])
+        plain, own = Experiment(**shared).arm, Experiment(**shared, **{field: value}).arm
+        added = IN_THE_NAME.get(field, f"{field.replace('_', '-')}-{value}")
+        assert study.arms == (plain, own if field in HAS_A_PLACE else f"{plain}_{added}")
+        assert (own != plain) == (field in HAS_A_PLACE)
+        reversed_arms = make_study("s", shared, [{field: value}, {}], [0]).arms
         assert reversed_arms[0] == own
         assert len(set(reversed_arms)) == 2
 
@@ -379,7 +393,7 @@ def test_two_arms_of_a_study_have_two_names_that_their_records_keep(
 ) -> None:
     file = tmp_path_factory.getbasetemp() / "record.yaml"
     fields = [experiment.model_dump(exclude={"name", "seed"}) for experiment in (one, other)]
-    if one.differences(other):
+    if training_of(one) != training_of(other):
         study = make_study("s", {}, fields, [0])
         assert len(study.arms) == 2
         for experiment in study.experiments:
@@ -387,7 +401,7 @@ def test_two_arms_of_a_study_have_two_names_that_their_records_keep(
             file.write_text(write_experiment(experiment))
             assert read_record(file).arm == experiment.arm
     else:
-        with pytest.raises(BadInput, match="same arm and seed twice"):
+        with pytest.raises(BadInput, match=r"same arm and seed twice|the same training in two arms"):
             make_study("s", {}, fields, [0])
 
 

@@ -7,17 +7,28 @@ back silently.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from moelab.experiment import EPBackend, Experiment
+from moelab.experiment_file import Study
 from moelab.hardware import gpu_from, gpu_of
-from moelab.layout import check
+from moelab.layout import check, twins
 from moelab.machine import GpuInfo, GpusUnknown, cores, gpus, has_module
 from moelab.model import count_parameters, shape_for
 
 RANKS_PER_CORE = 4
 CPU_PARAMETERS = 1_000_000_000
 """More are refused on a CPU: a step would take minutes."""
+
+
+def refusals_of(study: Study) -> list[str]:
+    """Every reason why this machine cannot run a study: those of each arm, or arms that are one training here."""
+    if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
+        return reasons
+    all_on_cpu = all(one.hardware == "cpu" for one in study.experiments)
+    here = replace(gpu_of("cpu" if all_on_cpu else "local"), name="this machine")
+    return [f"{arm}: {why}" for arm, why in twins(study.first_of_arms, here).items()]
 
 
 def refusals(experiment: Experiment) -> list[str]:

@@ -31,7 +31,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import BLOCK_SCALED, Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json, write_whole
-from moelab.launch.capability import refusals
+from moelab.launch.capability import refusals_of
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command, end_processes, living
 from moelab.machine import boot_id, environment
@@ -86,7 +86,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
     """
     runs = runs.absolute()  # ranks and notebooks may have other working folders
     # Checked before anything is written: a machine that cannot run one arm trains none of the study.
-    if reasons := [f"{one.arm}: {reason}" for one in study.first_of_arms for reason in refusals(one)]:
+    if reasons := refusals_of(study):
         raise Refused("\n".join(reasons))
     with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)

@@ -14,7 +14,9 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.finding import Finding, fault
+from moelab.hardware import Gpu
 from moelab.launch.cluster import ClusterProfile
+from moelab.layout import twins
 from moelab.model import TOKENIZERS, count_parameters, shape_for
 from moelab.planning.memory.activations import FP32
 from moelab.planning.plan import plan
@@ -31,10 +33,12 @@ LOG_BYTES = 1 << 30
 
 def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here means that submitting is refused."""
+    same_training = twins(study.first_of_arms, Gpu(name=f"cluster {cluster.name}", capability=None, memory_gib=None))
     for experiment in study.first_of_arms:  # a seed changes neither layout nor memory
         planned, nodes, gpus, arm = plan(experiment), experiment.nodes, experiment.gpus_per_node, experiment.arm
         plan_only = shape_for(experiment).plan_only
         problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
+        problems += [same_training[arm]] if arm in same_training else []
         if nodes > cluster.nodes:
             raised = f"set `nodes` in a copy of the profile, or use --cluster-set nodes={nodes}"
             problems.append(f"nodes is {nodes}: a job on {cluster.name} may have at most {cluster.nodes}; {raised}")

@@ -26,6 +26,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_record, write_experiment
 from moelab.files import read_bytes, write_json, write_whole
+from moelab.layout import training_of
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
 
@@ -162,11 +163,10 @@ class Discovery:
         return {"left_out": left_out, "notes": list(self.notes)}
 
     def attempts(self, experiment: Experiment) -> list[RunDir]:
-        """Runs of exactly this experiment, oldest first, whatever its study and arm are called."""
+        """Runs of exactly this training, oldest first, whatever its study and arm are called."""
+        wanted = training_of(experiment)
         same = [
-            run
-            for run in self.runs
-            if run.experiment.seed == experiment.seed and not run.experiment.differences(experiment)
+            run for run in self.runs if run.experiment.seed == experiment.seed and training_of(run.experiment) == wanted
         ]
         return sorted(same, key=lambda run: run.path.name)
 

@@ -22,6 +22,7 @@ from moelab.analysis.verdict import Doubtful
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.layout import training_of, twins
 from moelab.privacy import shareable
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect, collect_runs, newest
@@ -169,7 +170,9 @@ def runs_to_judge(
     else:
         chosen = {
             arm: [
-                one for one in own if any(plan.arm == arm and not one.differences(plan) for plan in study.experiments)
+                one
+                for one in own
+                if any(plan.arm == arm and training_of(one) == training_of(plan) for plan in study.experiments)
             ]
             for arm, own in groups.items()
         }
@@ -177,6 +180,10 @@ def runs_to_judge(
     if study is not None:
         planned = {(plan.arm, plan.seed) for plan in study.experiments}
         judged = [run for run in judged if (run.arm, run.seed) in planned]
+    # The reference first: of two arms that are one training the later is left out.
+    arms = {run.arm: run.experiment for run in sorted(judged, key=lambda run: run.arm != reference) if run.experiment}
+    same_training = twins(arms.values())
+    judged = [run for run in judged if run.arm not in same_training]
     by_seed = {(run.arm, run.seed): run for run in judged}
     not_judged = []
     # From what is there, not from what was chosen: so no run can be missing from both lists.
@@ -188,6 +195,8 @@ def runs_to_judge(
                     continue
                 if not chosen.get(arm):
                     reason = "its arm is not in the study"
+                elif arm in same_training and group in chosen[arm]:
+                    reason = same_training[arm]
                 elif group not in chosen[arm]:
                     # An arm may have several groups of a plan: the fewest differences say best what kept this run out.
                     nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
