@@ -38,7 +38,7 @@ from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.machine import environment
-from moelab.marks import Marks
+from moelab.micro.clock import Marks
 from moelab.mxfp8.converter import MXFP8Experts, op_config
 from moelab.mxfp8.emulation import grouped_mm
 from moelab.mxfp8.quantise import fake_quantise_both, fake_quantise_columns, fake_quantise_rows

@@ -22,10 +22,9 @@ import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
 
-from moelab.data import read_yaml
+from moelab.data import read_json, read_yaml
 from moelab.hardware import B200, H100, Gpu
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Case, Direction, GroupedPrecision
-from moelab.mxfp8.grouped_gemm_results import SHAPE, case_of, stored
+from moelab.micro.grouped_gemm import DIRECTIONS, SHAPE, STORED, Case, Direction, GroupedPrecision, stored
 from moelab.planning.gemm_fit import GOAL
 from moelab.planning.time.calibration import CALIBRATION, Calibration, with_values
 from moelab.planning.time.gemm import CAST_BYTES, Kind, gain, grouped_parts, grouped_time_s, rates_of
@@ -107,6 +106,11 @@ STEPS = tuple(
 )
 
 
+def elements_of(case: Case) -> dict[str, int]:
+    """Elements of ``rows``, ``weights`` and ``gradient``, which casts read."""
+    return {"rows": case.m * case.k, "weights": case.groups * case.n * case.k, "gradient": case.m * case.n}
+
+
 def b200_observations() -> list[Observation]:
     """Torchao's figures: its kernels and the ends of its curve are fitted, and the rows with as many groups as they."""
     return [*_b200_kernels(), *_b200_curve(), *_b200_steps()]
@@ -116,7 +120,7 @@ def _b200_kernels() -> Iterator[Observation]:
     observe = functools.partial(Observation, kind="kernel", fitted=True, source=_TORCHAO["sources"]["kernels"])
     for one in KERNELS:
         if one.kind == "quantise":
-            predict = cast_us(B200, "mxfp8", KERNELS_CASE.elements[one.operand])
+            predict = cast_us(B200, "mxfp8", elements_of(KERNELS_CASE)[one.operand])
             yield observe(name=f"{one.direction}: quantise {one.operand}", value=one.us, predict=predict)
         elif one.kind == "gemm":
             predict = kernels_us(B200, KERNELS_CASE, "mxfp8", (one.direction,), ("gemm",))
@@ -171,13 +175,14 @@ def h100_observations() -> list[Observation]:
     """The packaged micro-experiment: its kernels alone are fitted, whole steps predicted."""
     result = stored()
     whole = result.rows.query("`pass` == 'forward+backward' and precision in ('bf16', 'fp8')")
-    kernels = result.components.query("kind in ('gemm', 'quantise')")
+    components = pd.DataFrame(read_json(f"measured/{STORED}")["components"])
+    kernels = components.query("kind in ('gemm', 'quantise')")
     # summed over a case, so that short casts of weights count as little as they take
     sums = kernels.groupby([*SHAPE, "precision", "kind"], sort=False)["median_us"].sum().reset_index()
     observe = functools.partial(Observation, source=result.stamp)
     observations = []
     for row in whole.to_dict("records"):
-        case, precision = case_of(row), row["precision"]
+        case, precision = Case(**{name: row[name] for name in SHAPE}), row["precision"]
         observations.append(
             observe(
                 kind="step",
@@ -188,7 +193,7 @@ def h100_observations() -> list[Observation]:
             )
         )
     for row in sums.to_dict("records"):
-        case, precision = case_of(row), row["precision"]
+        case, precision = Case(**{name: row[name] for name in SHAPE}), row["precision"]
         name, kinds = ("casts", CASTS) if row["kind"] == "quantise" else ("GEMMs", GEMMS)
         observations.append(
             observe(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend
 from moelab.hardware import B200, GPUS, NIC_400G
+from moelab.micro.grouped_gemm import Case as Size
+from moelab.micro.grouped_gemm import GroupedPrecision
 from moelab.model import BYTES_PER_ELEMENT, shape_of
-from moelab.mxfp8.grouped_gemm_cases import Case as Size
-from moelab.mxfp8.grouped_gemm_cases import GroupedPrecision
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.planning.memory.activations import BF16
 from moelab.planning.time.calibration import Calibration

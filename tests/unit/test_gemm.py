@@ -16,6 +16,7 @@ from validation.gemm_fit import (
     STEPS,
     Observation,
     b200_observations,
+    elements_of,
     fit,
     fit_file,
     fitted_b200,
@@ -26,7 +27,7 @@ from validation.gemm_fit import (
 
 from moelab.errors import BadInput
 from moelab.hardware import B200
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS
+from moelab.micro.grouped_gemm import DIRECTIONS
 from moelab.planning import gemm_fit as packaged
 from moelab.planning.gemm_fit import (
     GOAL,
@@ -143,7 +144,7 @@ def test_the_published_data_are_what_their_source_prints() -> None:
     printed = [1.808, 1.690, 1.637, 1.700, 1.188, 1.321, 1.595, 1.440]
     assert [row.speedup for row in STEPS] == pytest.approx(printed, abs=6e-4)
     percent = {
-        (one.direction, one.operand): KERNELS_CASE.elements[one.operand]
+        (one.direction, one.operand): elements_of(KERNELS_CASE)[one.operand]
         * CAST_BYTES["mxfp8"]
         / one.us
         / 1e4

@@ -12,16 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouped_gemm import components, measure, time_alone
 from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_grouped_mm
 
 from moelab.errors import BadInput
-from moelab.marks import Marks
-from moelab.mxfp8 import grouped_gemm
-from moelab.mxfp8.grouped_gemm import NoKernels, components, interleaved, make_operands, product_of, step, time_case
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, ROW_BLOCK, SIZES, Case, group_sizes, parse_case
-from moelab.mxfp8.grouped_gemm_results import case_of, obtain, read_result, stored
+from moelab.micro import grouped_gemm_run
+from moelab.micro.clock import Marks
+from moelab.micro.grouped_gemm import (
+    DIRECTIONS,
+    ROW_BLOCK,
+    SHAPE,
+    SIZES,
+    Case,
+    group_sizes,
+    obtain,
+    parse_case,
+    read_result,
+    stored,
+)
+from moelab.micro.grouped_gemm_run import NoKernels, interleaved, make_operands, product_of, step, time_case
 
 CPU = torch.device("cpu")
 SMALL = Case(m=96, n=32, k=64, groups=3, sizes="skewed")
@@ -80,8 +91,8 @@ def test_a_step_and_the_components_of_bf16_are_the_three_products() -> None:
         a, b = (x.to(dtype, copy=True).requires_grad_() for x in (operands.a_MK, operands.b_GNK))
         output = multiply(a, b, operands.offsets_G)
         results.append([output.detach(), *torch.autograd.grad(output, (a, b), operands.grad_MN.to(dtype))])
-    parts = list(components(operands, "bf16"))
-    assert [(part.direction, part.size) for part in parts] == [(name, operands.flops) for name in DIRECTIONS]
+    parts, flops = list(components(operands, "bf16")), 2 * len(operands.a_MK) * 64 * 32
+    assert [(part.direction, part.size) for part in parts] == [(name, flops) for name in DIRECTIONS]
     for exact, ours, part in zip(*results, parts, strict=True):
         for product in (ours, part.call()):
             assert (product.double() - exact).norm() < 0.005 * exact.norm()
@@ -168,8 +179,8 @@ def test_components_are_the_kernels_that_torchao_calls(calls: set[tuple[Any, ...
 
 def test_alternatives_take_turns_parts_lie_between_marks_and_spread_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, now, firsts_us = [], [0.0], iter([7.0, 1.0, 4.0, 1.0, 5.0, 9.0] * 2)
-    monkeypatch.setattr(grouped_gemm, "WARM_UP", 1)
-    monkeypatch.setattr("moelab.marks.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(grouped_gemm_run, "WARM_UP", 1)
+    monkeypatch.setattr("moelab.micro.clock.time.perf_counter", lambda: now[0])
 
     def work(name: str) -> Callable[[Marks], None]:
         def run(clock: Marks) -> None:
@@ -181,7 +192,7 @@ def test_alternatives_take_turns_parts_lie_between_marks_and_spread_is_numpys(mo
         return run
 
     times = interleaved({"a": work("a"), "b": work("b")}, CPU, repeats=5)
-    grouped_gemm.time_alone(lambda: turns.append("alone"), CPU, repeats=2)
+    time_alone(lambda: turns.append("alone"), CPU, repeats=2)
     assert turns == ["a", "b"] * 6 + ["alone"] * 3
     low, middle, high = np.quantile([4.0, 5.0, 7.0, 4.0, 5.0], [0.25, 0.5, 0.75])
     spreads = {"first": (10 + middle, high - low, 5), "second": (2.0, 0.0, 5), "total": (12 + middle, high - low, 5)}
@@ -195,14 +206,12 @@ def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.Mon
 
         return fail if precision == "fp8" else product_of("bf16")
 
-    monkeypatch.setattr(grouped_gemm, "product_of", broken)
+    monkeypatch.setattr(grouped_gemm_run, "product_of", broken)
     monkeypatch.setattr(Marks, "parts_us", lambda _: {"forward": 0.001, "backward": 0.002})
     monkeypatch.setattr(Marks, "total_us", lambda _: 0.003)
-    failures: list[tuple[str, str]] = []
-    how: dict[str, Any] = {"compiled": False, "failed": lambda name, problem: failures.append((name, str(problem)))}
-    timed = list(time_case(SMALL, ["bf16", "fp8"], CPU, **how))
-    assert failures == [("fp8", "no such kernel")]
-    assert all(row["n_times"] >= grouped_gemm.MIN_REPEATS for row in timed)
+    failed, *timed = time_case(SMALL, ["bf16", "fp8"], CPU, compiled=False)
+    assert (failed["precision"], failed["error"]) == ("fp8", "RuntimeError: no such kernel")
+    assert all(row["n_times"] >= grouped_gemm_run.MIN_REPEATS for row in timed)
     # Real rows count as work, padded ones are noted.
     padded, rate = sum(group_sizes(SMALL, block=8)), round(2 * 96 * 32 * 64 / 0.001 / 1e6, 2)
     assert [[row[name] for name in ("precision", "pass", "m", "padded_m", "tflops")] for row in timed] == [
@@ -210,26 +219,27 @@ def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.Mon
     ]
 
 
-def test_a_run_writes_after_every_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(grouped_gemm, "require_kernels", lambda _: None)
-    monkeypatch.setattr(grouped_gemm, "measure_peaks", lambda _: {"bf16_tflops": 2.0})
-    path, seen = tmp_path / "deep" / "file.json", []
-    real = grouped_gemm.time_components
+def test_a_run_writes_after_every_case_what_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(grouped_gemm_run, "require_kernels", lambda _: None)
+    monkeypatch.setattr("grouped_gemm.PEAK_SIZE", 32)
+    path, seen, real = tmp_path / "deep" / "file.json", [], time_case
 
-    def after_the_products(*args: Any) -> Any:
-        seen.append(len(json.loads(path.read_text())["rows"]))
-        return real(*args)
+    def time_one(*args: Any, **how: Any) -> Any:
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        yield {"precision": "fp8", "error": "no such kernel"}
+        yield from real(*args, **how)
 
-    monkeypatch.setattr(grouped_gemm, "time_components", after_the_products)
+    monkeypatch.setattr(grouped_gemm_run, "time_case", time_one)
     cases = [SMALL, parse_case("64,32,32,2")]
-    content = grouped_gemm.run(cases, path, precisions=["bf16"], compiled=False)
-    assert seen == [3, 6]
+    content = measure(cases, path, ["bf16"], compiled=False)
+    assert seen == [0, 4]
     assert json.loads(path.read_text()) == content
-    assert (content["label"], content["errors"]) == ("dry run", [])  # on a CPU nothing is called measured
+    assert content["label"] == "dry run"  # on a CPU nothing is called measured
+    rows = read_result(path).rows
+    assert [Case(**{name: row[name] for name in SHAPE}) for row in rows.to_dict("records")][::3] == cases
+    # What the benchmark adds: no peak on a CPU, and the products one by one.
+    assert content["peaks"]["bf16_error"].startswith("NoKernels: bf16 cannot be timed")
     assert [row["pass"] for row in content["components"]] == ["forward", "dgrad", "wgrad"] * 2
-    for row in content["rows"]:
-        assert row["fraction_of_peak"] == round(row["tflops"] / 2.0, 4)
-    assert [case_of(row) for row in read_result(path).rows.to_dict("records")][::3] == cases
 
 
 def test_a_run_without_a_gpu_stops_before_it_writes(tmp_path: Path) -> None:
@@ -252,18 +262,18 @@ def test_rates_of_the_stored_rows_follow_from_their_times() -> None:
 def test_speedups_hold_a_case_against_itself(tmp_path: Path) -> None:
     base = {"n": 32, "k": 32, "groups": 2, "sizes": "even", "pass": "forward+backward", "iqr_us": 1.0, "tflops": 1.0}
     times = [(64, "fp8", 5.0), (32, "bf16", 3.0), (32, "fp8", 4.0), (64, "bf16", 20.0)]
-    lines = [{**base, "m": m, "precision": name, "median_us": us, "fraction_of_peak": None} for m, name, us in times]
+    lines = [{**base, "m": m, "precision": name, "median_us": us} for m, name, us in times]
     path, about = tmp_path / "r.json", {"hardware": {"gpu": "X"}, "versions": {"torch": "2"}, "date": "d"}
-    path.write_text(json.dumps({"schema": 1, "label": "measured", "rows": lines, "components": [], **about}))
+    path.write_text(json.dumps({"schema": 1, "label": "measured", "rows": lines, **about}))
     table = read_result(path).speedups("fp8")
     assert dict(zip(table["m"], table["speedup"], strict=True)) == {32: 0.75, 64: 4.0}
     assert read_result(path).speedups("mxfp8").empty
 
 
-ROW = '{"median_us": 1, "iqr_us": 0, "tflops": 1, "fraction_of_peak": null}'
+ROW = '{"median_us": 1, "iqr_us": 0, "tflops": 1}'
 NO_RESULTS = ["", "{}", "[]", "\0", '{"schema": 2}']
 NO_RESULTS += [
-    f'{{"schema": 1, "components": [], "rows": {rows}, "versions": null}}'
+    f'{{"schema": 1, "rows": {rows}, "versions": null}}'
     for rows in ("[]", "null", '{"m": 1}', "[1]", '[{"m": 1}]', ROW.replace("1", '"x"').join("[]"), ROW.join("[]"))
 ]
 

@@ -17,6 +17,8 @@ from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
 from moelab.errors import Refused
+from moelab.micro.grouped_gemm import PRECISIONS
+from moelab.micro.grouped_gemm_run import NoKernels, require_kernels, why_not
 from moelab.mxfp8 import kernels
 from moelab.mxfp8.converter import (
     LINEARS,
@@ -27,8 +29,6 @@ from moelab.mxfp8.converter import (
     converted_modules,
     op_config,
 )
-from moelab.mxfp8.grouped_gemm import NoKernels, require_kernels, why_not
-from moelab.mxfp8.grouped_gemm_cases import PRECISIONS
 from moelab.mxfp8.quantise import fake_quantise_columns, fake_quantise_rows
 from moelab.titan.config_registry import assume_gpu
 from moelab.titan.models import model_spec

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from figure_support import assert_says, title, traces
 
-from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
-from moelab.mxfp8.grouped_gemm_results import stored
+from moelab.micro.grouped_gemm import Case, GroupedPrecision, stored
 from moelab.planning.gemm_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.planning.time.gemm import gain, grouped_time_s
 from moelab.viz.grouped_gemm import gain_map, measured_speedups, predicted_speedups, step_parts

@@ -64,7 +64,7 @@ from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import MoelabError
 from moelab.files import write_json
 from moelab.machine import environment
-from moelab.marks import Marks, interquartile_range
+from moelab.micro.clock import Marks, interquartile_range
 from moelab.mxfp8.quantise import expand
 from moelab.mxfp8.quantised_experts import QuantisedRows
 

@@ -42,7 +42,7 @@ from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
 from moelab.launch.in_job import NodeOfJob
 from moelab.machine import this_machine
-from moelab.marks import Marks
+from moelab.micro.clock import Marks
 
 TIMEOUT_S = 180  # a link that hangs is to end here, not at the job's time limit
 PAYLOAD_BYTES = {"nccl": 1 << 30, "gloo": 4 << 20}

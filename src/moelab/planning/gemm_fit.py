@@ -20,10 +20,10 @@ from moelab.analysis.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP
 from moelab.data import read_json
 from moelab.errors import BadInput
 from moelab.hardware import GPUS, Gpu
+from moelab.micro.grouped_gemm import Case, GroupedPrecision
 from moelab.model import gemms
 from moelab.model.hugging_face import read_model
 from moelab.model.shape import SHAPES
-from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
 from moelab.planning.time.calibration import Calibration, with_values
 from moelab.planning.time.gemm import Rates, break_even_m, gain, rates_of
 from moelab.planning.uncertainty import CONFIDENCE, Estimate

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.mxfp8.grouped_gemm_cases import Case, GroupedPrecision
-from moelab.mxfp8.grouped_gemm_results import GroupedGemmResult
+from moelab.micro.grouped_gemm import Case, GroupedGemmResult, GroupedPrecision
 from moelab.planning.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.planning.time.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
 from moelab.viz.draw import draw_bars, legend_below, list_rows, write_beside

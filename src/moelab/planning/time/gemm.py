@@ -43,8 +43,8 @@ from typing import Literal, NamedTuple
 from moelab.errors import BadInput
 from moelab.experiment import Precision
 from moelab.hardware import Gpu, has_native_mxfp8
+from moelab.micro.grouped_gemm import DIRECTIONS, Direction, GroupedPrecision
 from moelab.model import ModelShape, gemms
-from moelab.mxfp8.grouped_gemm_cases import DIRECTIONS, Direction, GroupedPrecision
 from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
 from moelab.planning.time.memory_bound import memory_rate

@@ -1,4 +1,4 @@
-"""The clock of both micro-experiments: marks on a stream of GPU work, and the times between them."""
+"""The clock of the experiments: marks on a stream of GPU work, and the times between them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,16 @@ class Marks:
             torch.cuda.synchronize()  # an event that was not reached yet has no time
         parts: dict[str, float] = {}
         for index, (part, _) in enumerate(self.marks[1:]):
-            parts[part] = parts.get(part, 0.0) + self.between_us(index, index + 1)
+            parts[part] = parts.get(part, 0.0) + self._between_us(index, index + 1)
         return parts
 
     def total_us(self) -> float:
         """Microseconds from the first mark to the last; waits for the device."""
         if self.gpu:
             torch.cuda.synchronize()
-        return self.between_us(0, -1)
+        return self._between_us(0, -1)
 
-    def between_us(self, first: int, last: int) -> float:
-        """Microseconds between two marks, by their numbers; the device has passed both."""
+    def _between_us(self, first: int, last: int) -> float:
         begin, end = self.marks[first][1], self.marks[last][1]
         # CUDA tells milliseconds, the host's clock seconds.
         return float(begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6)
