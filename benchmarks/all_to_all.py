@@ -3,12 +3,118 @@
     torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output FILE.json
     torchrun --nproc-per-node 2 benchmarks/all_to_all.py --device cpu --output /tmp/all_to_all.json    # some seconds
 
-Every operation is timed forward and backward, under each routing, the arms taking turns. The file is written after
-each group of arms; a second call with the same file goes on with what is missing. DeepEP
-compiles some 70 kernels on the way with ``nvcc``, a second or two each, and keeps them for the next call.
+It is notebook 04's experiment (``moelab.micro.exchange``) with a choice of sizes and arms, a sweep of the
+multiprocessors that DeepEP gets, and the bandwidth of plain copies beside it. DeepEP compiles some 70 kernels on the
+way with ``nvcc``, a second or two each, and keeps them for the next call.
 """
 
-from moelab.deepep.benchmark import main
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import distributed as dist
+
+from moelab.deepep.buffer import EPKernels
+from moelab.files import write_json
+from moelab.micro.clock import Marks
+from moelab.micro.exchange import (
+    ROUTINGS,
+    SIZES,
+    SMALL,
+    WARM_UP,
+    ArmGroup,
+    Backend,
+    ExchangeArm,
+    World,
+    find_deepep,
+    open_world,
+    plan,
+    run,
+    size_of,
+)
+
+SM_COUNTS = (8, 16, 24, 32, 64, 96)
+NODE_SIZE = size_of("671B", experts=64, tokens=8192)
+"""Eight experts on each of eight GPUs; on request."""
+COPY_BYTES, COPY_REPEATS = 512 << 20, 8
+
+
+def measure_copies(world: World) -> dict[str, Any]:
+    """Bandwidth of a plain copy from each rank to the next while all others do the same.
+
+    Returns:
+        ``between_ranks_gb_s``, GB/s of bytes that are copied (each is read once and written once), the median of the
+        slowest rank; ``how`` in words; ``bytes`` and ``repeats``.
+    """
+    group, rank, ranks, on_gpus = world.group, world.rank, world.ranks, world.device.type == "cuda"
+    nbytes = COPY_BYTES if on_gpus else COPY_BYTES >> 6
+    source = torch.ones(nbytes, dtype=torch.uint8, device=world.device)
+    # On a GPU the copy engines do it, which need no NCCL.
+    target = torch.empty_like(source, device=torch.device("cuda", (rank + 1) % ranks) if on_gpus else world.device)
+
+    def exchange_with_neighbours() -> None:
+        send = dist.P2POp(dist.isend, source, group=group, group_peer=(rank + 1) % ranks)
+        receive = dist.P2POp(dist.irecv, target, group=group, group_peer=(rank - 1) % ranks)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+
+    clock, times_us = Marks(world.device), []
+    for _ in range(COPY_REPEATS + WARM_UP):
+        clock.start(world.meet)
+        if on_gpus:
+            target.copy_(source, non_blocking=True)
+        else:
+            exchange_with_neighbours()
+        clock.mark("copy")
+        times_us.append(clock.total_us())
+    slowest_us = max(world.everywhere(statistics.median(times_us[WARM_UP:])))
+    how = "peer copies, all GPUs at once" if on_gpus else "sends to the next rank, all ranks at once"
+    return {
+        "between_ranks_gb_s": round(nbytes / slowest_us / 1e3, 3), "bytes": nbytes, "repeats": COPY_REPEATS, "how": how,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
+    parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
+    parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
+    of_backends = "default: what is installed; on a CPU, deepep is a stand-in"
+    parser.add_argument("--backends", nargs="*", choices=get_args(Backend), help=of_backends)
+    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts to give DeepEP")
+    parser.add_argument("--eager", action="store_true", help="do not compile (never done on a CPU)")
+    parser.add_argument("--repeats", type=int, default=10, help="timed turns of each arm")
+    options = parser.parse_args()
+    on_gpus = options.device == "cuda"
+    world = open_world(options.device)
+    has_deepep, version = find_deepep(options.device)
+    kernels: EPKernels = "native"
+    if not on_gpus and "deepep" in (options.backends or ()):
+        has_deepep, kernels = True, "emulated"
+        version = "moelab's stand-in on collectives: no measure of DeepEP"
+    world.say(f"DeepEP: {version}")
+    here: tuple[Backend, ...] = ("standard", "deepep") if has_deepep else ("standard",)
+    sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
+    sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
+    chosen = [backend for backend in here if options.backends is None or backend in options.backends]
+    groups = plan(sizes, options.routings, chosen)
+    if "deepep" in chosen and options.sms:
+        swept = [ExchangeArm(backend="deepep", precision=one, sms=n) for n in options.sms for one in ("bf16", "fp8")]
+        groups.append(ArmGroup(size=sizes[0], routing=options.routings[0], arms=tuple(swept)))
+    how: dict[str, Any] = {"compiled": on_gpus and not options.eager, "repeats": options.repeats}
+    report = run(groups, world, options.output, libraries={"deepep": version}, kernels=kernels, **how)
+    report["copies"] = measure_copies(world)
+    world.say(f"copies: {report['copies']}")
+    if world.rank == 0:
+        write_json(options.output, report)
+    world.leave()
+
 
 if __name__ == "__main__":
     main()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moelab.deepep.benchmark_cases import OPERATIONS
+from moelab.micro.exchange import OPERATIONS
 from moelab.planning.measured import DRY_RUN
 
 pytestmark = pytest.mark.training

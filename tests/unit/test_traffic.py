@@ -19,9 +19,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from moelab.deepep.benchmark_cases import ROUTINGS, SKEW, Size, choose_experts, rows_to_ranks, traffic
 from moelab.errors import BadInput
 from moelab.hardware import cluster_of
+from moelab.micro.exchange import ROUTINGS, SKEW, Size, choose_experts, rows_to_ranks, traffic
 from moelab.planning.time.routing import (
     KINDS,
     ExpertIds,

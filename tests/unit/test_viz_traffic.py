@@ -14,8 +14,8 @@ from figure_support import assert_says, notes, title, traces
 
 from moelab.analysis import two_by_two
 from moelab.analysis.two_by_two import arm_results, goal_lines
-from moelab.deepep import benchmark_cases
 from moelab.errors import BadInput
+from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, OPERATIONS, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time import traffic as model
@@ -167,9 +167,9 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
     assert notes(figure) == ["plain copy 400 GB/s"]
     # Every way that the experiment measures can be drawn.
-    groups = benchmark_cases.plan(benchmark_cases.SIZES, benchmark_cases.ROUTINGS, ("standard", "deepep"), ())
+    groups = exchange.plan(exchange.SIZES, exchange.ROUTINGS, ("standard", "deepep"))
     assert {arm.name for group in groups for arm in group.arms} == set(deepep.ARM_LOOKS)
-    assert OPERATIONS == benchmark_cases.OPERATIONS
+    assert OPERATIONS == exchange.OPERATIONS
 
 
 # Measured arms

@@ -1,1 +1,1 @@
-"""DeepEP: the dispatcher for TorchTitan, its buffer and operators, and the all-to-all experiment."""
+"""DeepEP: the dispatcher for TorchTitan, its buffer and operators, and its stand-in on plain collectives."""

@@ -182,8 +182,17 @@ def run_rank() -> None:
 
     step("loading torch")
     # Imported after the step is written: what crashes here is torch or DeepEP, and the finding says which.
-    from moelab.deepep.benchmark import TOLERANCE, ArmFailed, Layer, find_deepep, make_tokens, open_world, round_trip
-    from moelab.deepep.benchmark_cases import SMALL, ExchangeArm
+    from moelab.micro.exchange import (
+        SMALL,
+        TOLERANCE,
+        ArmFailed,
+        ExchangeArm,
+        Layer,
+        find_deepep,
+        make_tokens,
+        open_world,
+        round_trip,
+    )
 
     step("joining the process group")
     world = open_world(device, init_method=f"file://{folder}/store", rank=rank, ranks=ranks)

@@ -14,7 +14,6 @@ Letters: M rows of all groups together, N output features, K input features, G g
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 
 from moelab.errors import BadInput
+from moelab.files import read_json
 from moelab.hardware import GROUP_PADDING
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def read_result(path: Path | str) -> GroupedGemmResult:
     import pandas as pd  # only here: a projection takes names from this module and has no tables
 
     try:
-        content = json.loads(Path(path).read_text())
+        content = read_json(Path(path))
         if content["schema"] != SCHEMA:
             raise BadInput(f"{path} has schema {content['schema']}; this version reads schema {SCHEMA}")
         rows = pd.DataFrame([row for row in content["rows"] or () if not row.get("error")])
@@ -211,7 +211,7 @@ def read_result(path: Path | str) -> GroupedGemmResult:
         packages = content["versions"]
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
         stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BadInput(f"{path} cannot be read: {error}. Give a file that a run wrote") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:  # something else is in the place of a table
         raise BadInput(f"{path} is not a result of the grouped-GEMM experiment: {error!r}") from error

@@ -11,7 +11,7 @@ from moelab.machine import gpus
 from moelab.planning.measured import ALL_TO_ALL, Measurement, load_measured
 
 RANKS = 2
-PROGRAM = "moelab.deepep.benchmark"
+PROGRAM = "moelab.micro.exchange"
 
 
 class ExperimentFailed(MoelabError):
@@ -30,8 +30,7 @@ def can_use_gpus() -> bool:
 def measure_all_to_all(output: Path) -> Measurement:
     """Run the experiment in processes of its own and read what it wrote to a JSON file.
 
-    Without two GPUs its sizes are small and its backend is gloo, and it says so. A file of this machine that is there
-    already is completed.
+    Without two GPUs its sizes are small and its backend is gloo, and it says so.
 
     Raises:
         ExperimentFailed: with the last lines that the processes wrote.

@@ -160,7 +160,7 @@ def load_predicted() -> dict[str, Any]:
 
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
-"""Of rows of exchanges; :mod:`moelab.deepep.benchmark_cases`, which measures them, loads torch."""
+"""Of rows of exchanges; :mod:`moelab.micro.exchange`, which measures them, loads torch."""
 
 
 class FourExchanges(NamedTuple):

@@ -1,9 +1,11 @@
-"""The all-to-all experiment: the trainer's own dispatchers, timed one operation at a time.
+"""The exchange experiment: the trainer's own dispatchers, timed one operation at a time.
 
-An arm is a token dispatcher as a training run builds it: ``standard`` is TorchTitan's, ``deepep`` is moelab's
-(:mod:`moelab.deepep.dispatcher`) on the buffer and with the SM count of training (:mod:`moelab.deepep.buffer`).
-Dispatch and combine are called, compiled as TorchTitan compiles a layer, and autograd runs their gradients, as in a
-step. Experts, and the scores that moelab's experts apply, are left out.
+Expert parallelism moves tokens four times a layer: *dispatch* to the experts' ranks, *combine* back, and both again for
+the gradients (the backward of dispatch is a combine, that of combine is a dispatch). An arm is a token dispatcher as a
+training run builds it: ``standard`` is TorchTitan's, ``deepep`` is moelab's (:mod:`moelab.deepep.dispatcher`) on the
+buffer and with the SM count of training. Dispatch and combine are called, compiled as TorchTitan compiles a layer, and
+autograd runs their gradients. Experts, and the scores that moelab's experts apply, are left out. Arms take turns, and
+every arm's tokens are first sent through a round trip whose result is known.
 
 The whole of an operation is timed in turns of their own. In every second turn its parts are watched, too:
 
@@ -17,25 +19,30 @@ The whole of an operation is timed in turns of their own. In every second turn i
 ``quantise``
     BF16 to 8 bits with scales.
 
-``benchmarks/all_to_all.py`` starts this module under torchrun. The file is replaced after each group of arms, so that a
-run that is cut off keeps what it measured. An arm that fails is left out on all ranks and its error becomes its row.
+Bytes are counted from the experts that were drawn, and only those that leave a GPU for another one: a plain all-to-all
+sends a copy of a token for each of its experts, DeepEP one for each *rank* of its experts. Payload is counted, data and
+scales; expert ids, scores and counts are some 1 % more at hidden 7168.
+
+To start it: ``torchrun --nproc-per-node 2 -m moelab.micro.exchange --output FILE.json``. An arm that fails is left out
+on all ranks and its error becomes its row.
+
+Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden, E
+experts, e local experts, P ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import distributed as dist
@@ -43,41 +50,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelab.deepep import ops
-from moelab.deepep.benchmark_cases import (
-    NODE_SIZE,
-    ROUTINGS,
-    SIZES,
-    SM_COUNTS,
-    SMALL,
-    ArmGroup,
-    Backend,
-    ExchangeArm,
-    Operation,
-    Size,
-    choose_experts,
-    plan,
-    rows_to_ranks,
-    traffic,
-)
 from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
-from moelab.errors import MoelabError
+from moelab.errors import BadInput, MoelabError
+from moelab.experts import draw_experts
 from moelab.files import write_json
 from moelab.machine import environment
 from moelab.micro.clock import Marks, interquartile_range
+from moelab.model import DispatchPrecision, shape_of
 from moelab.mxfp8.quantise import expand
 from moelab.mxfp8.quantised_experts import QuantisedRows
 
-# Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden,
-# E experts, e local experts, P ranks.
-
-FORMAT = 4
-"""A file of another format is overwritten."""
+Backend = Literal["standard", "deepep"]
+Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+ROUTINGS = ("random_balanced", "round_robin", "skewed")
+SKEW = 0.7
+"""Popularity of the r-th most popular expert is r to the power of minus this."""
 ALIGNMENT = 128
 """Rows of an expert are padded to this multiple by moelab's dispatcher; the largest that MXFP8 kernels ask for."""
 COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300  # a collective that hangs ends first, and ranks agree on its error
 WARM_UP = 2
-COPY_BYTES, COPY_REPEATS = 512 << 20, 8
 TOLERANCE = {"bf16": 0.02, "fp8": 0.06, "mxfp8": 0.06}
 """Relative error (2-norm) of a round trip that is still rounding: BF16 has 8 bits, E4M3 has 4, and both add up."""
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
@@ -86,6 +79,144 @@ Result = TypeVar("Result")
 
 class ArmFailed(MoelabError):
     """An arm does not run here, or does not move tokens right."""
+
+
+# What is measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One MoE layer's traffic: ``tokens`` of one rank, each to ``top_k`` of ``experts``, as vectors of ``hidden``."""
+
+    name: str
+    hidden: int
+    top_k: int
+    experts: int
+    tokens: int
+
+
+def size_of(model: str, *, experts: int, tokens: int) -> Size:
+    """The layer of a model, with so many experts on all ranks."""
+    shape = shape_of(model)
+    return Size(name=f"{model}, {experts} experts", hidden=shape.dim, top_k=shape.top_k, experts=experts, tokens=tokens)
+
+
+SIZES = (
+    size_of("671B", experts=32, tokens=8192),
+    size_of("16B", experts=64, tokens=16384),
+    size_of("671B", experts=16, tokens=8192),
+)
+SMALL = Size(name="small", hidden=256, top_k=4, experts=8, tokens=256)
+"""For a laptop and for tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeArm:
+    """One way to move tokens."""
+
+    backend: Backend
+    precision: DispatchPrecision = "bf16"  # of the dispatch; the other three operations are in BF16, as in training
+    sms: int = 0  # streaming multiprocessors that DeepEP may use; 0 takes as many as training does
+
+    @property
+    def layout(self) -> str:
+        """``expanded`` if the library delivers rows by expert, padded; ``dense`` if PyTorch sorts them."""
+        return "expanded" if self.backend == "deepep" else "dense"
+
+    @property
+    def name(self) -> str:
+        """Such as ``deepep fp8 expanded, 24 SMs``."""
+        layout = f" {self.layout}" if self.backend == "deepep" else ""
+        return f"{self.backend} {self.precision}{layout}" + (f", {self.sms} SMs" if self.sms else "")
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """What is timed: after the dispatch, 8-bit arms do what the BF16 arm does."""
+        return OPERATIONS if self.precision == "bf16" else ("dispatch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmGroup:
+    """Arms that take turns at one size under one routing."""
+
+    size: Size
+    routing: str
+    arms: tuple[ExchangeArm, ...]
+
+
+def plan(sizes: Sequence[Size], routings: Sequence[str], backends: Sequence[Backend]) -> list[ArmGroup]:
+    """Every size under every routing; DeepEP's dispatch in each precision."""
+    arms = [ExchangeArm(backend="standard")] if "standard" in backends else []
+    if "deepep" in backends:
+        precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
+        arms += [ExchangeArm(backend="deepep", precision=precision) for precision in precisions]
+    return [ArmGroup(size=size, routing=routing, arms=tuple(arms)) for size in sizes for routing in routings if arms]
+
+
+def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
+    """Experts of each token, int64 ``(T, K)``, distinct in each row; random ones differ between ranks.
+
+    ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is :func:`moelab.experts.draw_experts`;
+    ``skewed`` draws distinct experts at random by a popularity that falls as a power law and is the same on all ranks.
+    The last stands for a router early in training; it is made up, not learned. :class:`BadInput` for another routing.
+    """
+    T, K, E = size.tokens, size.top_k, size.experts
+    if routing == "round_robin":
+        return torch.arange(T * K, device=device).view(T, K) % E
+    if routing == "random_balanced":
+        torch.manual_seed(0)
+        return draw_experts(T, E, K, rank=rank, device=device)
+    if routing == "skewed":
+        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(0))  # popularity is one for all ranks
+        logits_E = -SKEW * torch.log1p(order_E.float())
+        own = torch.Generator().manual_seed(rank + 1)
+        # The top-k of logits plus Gumbel noise is a draw without replacement in proportion to the popularity.
+        noise_TE = -torch.log(torch.empty(T, E).exponential_(generator=own))
+        return (logits_E + noise_TE).topk(K, dim=-1).indices.to(device)
+    raise BadInput(f"there is no routing {routing!r}; the routings are {', '.join(ROUTINGS)}")
+
+
+def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str, list[int]]:
+    """Rows that this rank's tokens send to each rank, itself included; rank ``p`` holds the ``p``-th part of experts.
+
+    Returns:
+        ``copies`` with one for each expert of a token, ``once`` with one for each rank of a token's experts.
+
+    Example:
+        >>> rows_to_ranks(torch.tensor([[0, 1], [1, 2]]), experts=4, ranks=2)
+        {'copies': [3, 1], 'once': [2, 1]}
+    """
+    rank_TK = ids_TK // (experts // ranks)
+    copies_P = torch.bincount(rank_TK.flatten(), minlength=ranks)
+    reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
+    once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
+    return {"copies": copies_P.tolist(), "once": once_P.tolist()}
+
+
+def row_bytes(hidden: int, precision: DispatchPrecision) -> int:
+    """Bytes of one token's vector on the wire: BF16; FP8 with an FP32 scale a row; MXFP8 with a byte for 32 values.
+
+    Example:
+        >>> [row_bytes(7168, precision) for precision in ("bf16", "fp8", "mxfp8")]
+        [14336, 7172, 7392]
+    """
+    return {"bf16": 2 * hidden, "fp8": hidden + 4, "mxfp8": hidden + hidden // 32}[precision]
+
+
+def traffic(sent_PP: Sequence[Sequence[int]], *, hidden: int, precision: DispatchPrecision) -> dict[str, int | float]:
+    """What one operation moves between ranks, from the rows that rank ``p`` (outer) sends to rank ``q`` (inner).
+
+    Returns:
+        ``physical_bytes`` of the busiest rank, and ``rows_to_others``, the mean of all ranks.
+    """
+    ranks = range(len(sent_PP))
+    out = [sum(sent_PP[p]) - sent_PP[p][p] for p in ranks]
+    into = [sum(sent_PP[q][p] for q in ranks) - sent_PP[p][p] for p in ranks]
+    # A link carries both directions at once, so the fuller one takes the time; the way back is as long.
+    return {
+        "physical_bytes": max(*out, *into) * row_bytes(hidden, precision),
+        "rows_to_others": statistics.fmean(out),
+    }
 
 
 # The ranks
@@ -353,16 +484,17 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def take_turns(
-    layers: Sequence[Layer], world: World, repeats: int
-) -> dict[tuple[str, str], tuple[list[float], list[dict[str, float]]]]:
-    """Time the operations of every arm, arm after arm in each turn.
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Of one operation on one rank, µs."""
 
-    Returns:
-        By arm and operation: microseconds of the whole in each turn, and of the parts in as many turns that are
-        watched.
-    """
-    times: dict[tuple[str, str], tuple[list[float], list[dict[str, float]]]] = {}
+    whole: list[float]  # in each turn
+    parts: list[dict[str, float]]  # in as many turns that were watched
+
+
+def take_turns(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], Times]:
+    """Time the operations of every arm, arm after arm in each turn; by arm and operation."""
+    times: dict[tuple[str, str], Times] = {}
     clock = Marks(world.device)
 
     def timed(layer: Layer, operation: Operation, watched: bool, *inputs: torch.Tensor) -> Any:
@@ -371,14 +503,16 @@ def take_turns(
         with watch if watched else nullcontext():
             result = getattr(layer, operation)(*inputs)
         clock.mark(watch.part)
-        whole, parts = times.setdefault((layer.arm.name, operation), ([], []))
+        mine = times.setdefault((layer.arm.name, operation), Times(whole=[], parts=[]))
         if watched:
-            parts.append(clock.parts_us())
+            mine.parts.append(clock.parts_us())
         else:
-            whole.append(clock.total_us())
+            mine.whole.append(clock.total_us())
         return result
 
-    for _ in range(WARM_UP + repeats):
+    for turn in range(WARM_UP + repeats):
+        if turn == WARM_UP:
+            times.clear()
         for watched in (False, True):
             for layer in layers:
                 layer.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
@@ -389,121 +523,65 @@ def take_turns(
                 timed(layer, "combine", watched, layer.rows_RD())
                 gradients = timed(layer, "combine_backward", watched, layer.tokens.x_TD.flip(0))
                 timed(layer, "dispatch_backward", watched, *gradients)
-    return {name: (whole[WARM_UP:], parts[WARM_UP:]) for name, (whole, parts) in times.items()}
-
-
-def measure_copies(world: World) -> dict[str, Any]:
-    """Bandwidth of a plain copy from each rank to the next while all others do the same.
-
-    Returns:
-        ``between_ranks_gb_s``, GB/s of bytes that are copied (each is read once and written once), the median of the
-        slowest rank; ``how`` in words; ``bytes`` and ``repeats``.
-    """
-    group, rank, ranks = world.group, world.rank, world.ranks
-    nbytes = COPY_BYTES if world.device.type == "cuda" else COPY_BYTES >> 6
-    source = torch.ones(nbytes, dtype=torch.uint8, device=world.device)
-    target = torch.empty_like(source)
-
-    def exchange_with_neighbours() -> None:
-        send = dist.P2POp(dist.isend, source, group=group, group_peer=(rank + 1) % ranks)
-        receive = dist.P2POp(dist.irecv, target, group=group, group_peer=(rank - 1) % ranks)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
-
-    copy: Callable[[], object] = exchange_with_neighbours
-    how = "send to the next rank, receive from the one before, all ranks at once"
-    if world.device.type == "cuda" and torch.cuda.device_count() >= ranks:
-        other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
-        if torch.cuda.can_device_access_peer(world.device, other):  # the copy engines need no NCCL
-            there = torch.empty(source.shape, dtype=source.dtype, device=other)
-            copy, how = lambda: there.copy_(source, non_blocking=True), "peer copies, all GPUs at once"
-    clock, times_us = Marks(world.device), []
-    for _ in range(COPY_REPEATS + WARM_UP):
-        clock.start(world.meet)
-        copy()
-        clock.mark("copy")
-        times_us.append(clock.total_us())
-    slowest_us = max(world.everywhere(statistics.median(times_us[WARM_UP:])))
-    gb_s = round(nbytes / slowest_us / 1e3, 3)
-    return {"between_ranks_gb_s": gb_s, "bytes": nbytes, "repeats": COPY_REPEATS, "how": how}
+    return times
 
 
 def time_group(
-    group: ArmGroup,
-    world: World,
-    *,
-    kernels: EPKernels,
-    compiled: bool,
-    repeats: int,
-    until: float,
+    group: ArmGroup, world: World, *, kernels: EPKernels, compiled: bool, repeats: int
 ) -> list[dict[str, Any]]:
-    """Check and time the arms of a group; all ranks call it together and get the same rows of the file.
-
-    No further arm is prepared when ``time.monotonic()`` is past ``until``.
-    """
+    """Check and time the arms of a group; all ranks call it together and get the same rows of the file."""
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
     sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
-    shared = {
-        "group": group.name,
-        "size": size.name,
-        **{name: value for name, value in asdict(size).items() if name != "name"},
-        "ranks": world.ranks,
-        "routing": group.routing,
-    }
-    layers: list[tuple[Layer, list[list[int]], dict[str, Any]]] = []
+    shared = {**asdict(size), "size": size.name, "ranks": world.ranks, "routing": group.routing}
+    del shared["name"]
     rows: list[dict[str, Any]] = []
+    ready: list[tuple[Layer, list[list[int]], dict[str, Any]]] = []
     for arm in group.arms:
         columns = shared | {"arm": arm.name, "backend": arm.backend, "precision": arm.precision, "layout": arm.layout}
         sent_PP = [one["copies" if arm.backend == "standard" else "once"] for one in sent]
-        began = time.monotonic()
         try:
-            if any(world.everywhere(began > until)):
-                raise ArmFailed("not run: the time was over")
             layer = world.together(
                 lambda arm=arm: Layer(arm, size, tokens, world, kernels=kernels, compiled=compiled)  # type: ignore[misc]
             )
-            error, allowed = max(world.everywhere(round_trip(layer, size, world))), TOLERANCE[arm.precision]
-            if not error < allowed:  # NaN is wrong, too
-                raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
-            received, expected = layer.received(), [row[world.rank] for row in sent_PP]
-            if not all(world.everywhere(received == expected)):
-                raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
+            check(layer, size, sent_PP, world)
         except ArmFailed as failure:
             rows.append({**columns, "error": str(failure)})
             world.say(f"  {arm.name}: {failure}")
-            continue
-        world.say(f"  {arm.name}: ready after {time.monotonic() - began:.1f} s")
-        chosen = {"sms": layer.sms, "sms_chosen_by": "caller" if arm.sms else "library"}
-        layers.append((layer, sent_PP, columns | chosen))
-    times = take_turns([layer for layer, *_ in layers], world, repeats)
-    for layer, sent_PP, columns in layers:
+        else:
+            chosen = {"sms": layer.sms, "sms_chosen_by": "caller" if arm.sms else "library"}
+            ready.append((layer, sent_PP, columns | chosen))
+    times = take_turns([layer for layer, *_ in ready], world, repeats)
+    for layer, sent_PP, columns in ready:
         for operation in layer.arm.operations:
-            by_rank = world.everywhere(times[layer.arm.name, operation])
-            # An operation takes as long as on its slowest rank, which is another one in each turn.
-            whole_us = [max(turn) for turn in zip(*(whole for whole, _ in by_rank), strict=True)]
-            turns = zip(*(parts for _, parts in by_rank), strict=True)
-            slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
-            names = dict.fromkeys(name for one in slowest for name in one)
             precision = layer.arm.precision if operation == "dispatch" else "bf16"
             moved = traffic(sent_PP, hidden=size.hidden, precision=precision)
-            parts_us = {name: round(statistics.median(one[name] for one in slowest), 2) for name in names}
-            wire_us = parts_us["wire"] if moved["physical_bytes"] else 0.0  # round-robin may stay on its own rank
-            row = {
-                **columns,
-                "operation": operation,
-                "us_median": round(statistics.median(whole_us), 2),
-                "us_iqr": round(interquartile_range(whole_us), 2),
-                "parts_us": parts_us,
-                "repeats": repeats,
-                **moved,
-                "error": None,
-                "physical_gb_s": round(moved["physical_bytes"] / wire_us / 1e3, 3) if wire_us else None,
-            }
-            rows.append(row)
+            of_ranks = summary(world.everywhere(times[layer.arm.name, operation]))
+            rows.append({**columns, "operation": operation, **of_ranks, "repeats": repeats, **moved, "error": None})
     return rows
 
 
-# The file
+def check(layer: Layer, size: Size, sent_PP: list[list[int]], world: World) -> None:
+    """Raise :class:`ArmFailed` on all ranks for a layer that loses or changes tokens on one."""
+    error, allowed = max(world.everywhere(round_trip(layer, size, world))), TOLERANCE[layer.arm.precision]
+    if not error < allowed:  # NaN is wrong, too
+        raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
+    received, expected = layer.received(), [row[world.rank] for row in sent_PP]
+    if not all(world.everywhere(received == expected)):
+        raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
+
+
+def summary(of_ranks: Sequence[Times]) -> dict[str, Any]:
+    """Median and spread of an operation's time, and the median of each part."""
+    # An operation takes as long as on its slowest rank, which is another one in each turn.
+    whole_us = [max(turn) for turn in zip(*(times.whole for times in of_ranks), strict=True)]
+    turns = zip(*(times.parts for times in of_ranks), strict=True)
+    slowest = [max(turn, key=lambda parts: sum(parts.values())) for turn in turns]
+    names = dict.fromkeys(name for parts in slowest for name in parts)
+    return {
+        "us_median": round(statistics.median(whole_us), 2),
+        "us_iqr": round(interquartile_range(whole_us), 2),
+        "parts_us": {name: round(statistics.median(parts[name] for parts in slowest), 2) for name in names},
+    }
 
 
 def run(
@@ -514,49 +592,12 @@ def run(
     libraries: dict[str, str],
     kernels: EPKernels = "native",
     compiled: bool = False,
-    repeats: int,
-    budget_s: float,
-    began: float,
-) -> None:
-    """Time every group that the file does not have yet, in their order, and write it after each from the first rank.
-
-    No arm is prepared when more than ``budget_s`` have passed since ``began``, by ``time.monotonic()``.
-    """
-    # The first rank's, which alone reads the file; together, or the others would wait for one that cannot.
-    mine = world.together(lambda: _content(world, libraries, compiled, output))
-    report: dict[str, Any] = world.everywhere(mine)[0]
-    report["copies"] = report["copies"] or measure_copies(world)
-    world.say(f"copies: {report['copies']}")
-    size = None
-    for group in groups:
-        if group.name in report["complete"]:
-            world.say(f"{group.name}: already measured")
-            continue
-        if any(world.everywhere(time.monotonic() - began > budget_s)):
-            world.say(f"{group.name}: left for the next run, the time budget is used up")
-            continue
-        if group.size != size:
-            close_exchanges()  # a training run's buffer is made for one size
-            size = group.size
-        world.say(f"{group.name} ({time.monotonic() - began:.0f} s)")
-        settings: Any = {"kernels": kernels, "compiled": compiled, "repeats": repeats, "until": began + budget_s}
-        rows = time_group(group, world, **settings)
-        report["rows"] = [row for row in report["rows"] if row["group"] != group.name] + rows
-        if not any(row["error"] for row in rows):
-            report["complete"].append(group.name)
-        report["turns"][group.name] = [arm.name for arm in group.arms]
-        report["seconds"] = round(time.monotonic() - began, 1)
-        if world.rank == 0:
-            write_json(output, report)
-    close_exchanges()
-
-
-def _content(world: World, libraries: dict[str, str], compiled: bool, output: Path) -> dict[str, Any]:
-    """The file's frame, or the file itself where it is of the same machine and libraries."""
+    repeats: int = 10,
+) -> dict[str, Any]:
+    """Time every group in their order, and write the file after each from the first rank; returns what it has."""
     here = environment()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None
-    frame: dict[str, Any] = {
-        "format": FORMAT,
+    report: dict[str, Any] = {
         "label": "measured",
         "what": "dispatch and combine, forward and backward, of each way to move tokens between expert-parallel ranks",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -565,61 +606,32 @@ def _content(world: World, libraries: dict[str, str], compiled: bool, output: Pa
         "environment": {name: here[name] for name in ("moelab", "python", "packages", "processor", "cores", "gpus")},
         "libraries": {"nccl_loaded": nccl, **libraries},
         "ranks": world.ranks,
-        "units": "us: microseconds of the slowest rank; gb_s: 1e9 bytes a second; bytes: payload of one rank",
-        "copies": None,
-        "complete": [],
-        "turns": {},
         "rows": [],
     }
-    if world.rank == 0 and output.exists():
-        old: dict[str, Any] = json.loads(output.read_text())
-        same = ("format", "environment", "libraries", "ranks", "device", "compiled")
-        if all(old.get(key) == frame[key] for key in same):
-            return old
-    return frame
-
-
-# The program
+    size = None
+    for group in groups:
+        if group.size != size:
+            close_exchanges()  # a training run's buffer is made for one size
+            size = group.size
+        world.say(f"{group.size.name}, {group.routing}")
+        report["rows"] += time_group(group, world, kernels=kernels, compiled=compiled, repeats=repeats)
+        if world.rank == 0:
+            write_json(output, report)
+    close_exchanges()
+    return report
 
 
 def main() -> None:
-    """Measure what the options name."""
+    """Measure what this machine has."""
     parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, updated after each group of arms")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    names = [size.name for size in (*SIZES, SMALL, NODE_SIZE)]
-    parser.add_argument("--sizes", nargs="*", choices=names, help="default: all on GPUs, small on a CPU")
-    parser.add_argument("--routings", nargs="*", choices=ROUTINGS, default=list(ROUTINGS))
-    of_backends = "default: what is installed; on a CPU, deepep is a stand-in"
-    parser.add_argument("--backends", nargs="*", choices=get_args(Backend), help=of_backends)
-    parser.add_argument("--sms", nargs="*", type=int, default=list(SM_COUNTS), help="SM counts to give DeepEP")
-    parser.add_argument("--eager", action="store_true", help="do not compile (never done on a CPU)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed turns of each arm")
-    parser.add_argument("--budget-s", type=float, default=110, help="start no further arm after this many seconds")
     options = parser.parse_args()
-    began, on_gpus = time.monotonic(), options.device == "cuda"
+    on_gpus = options.device == "cuda"
     world = open_world(options.device)
     has_deepep, version = find_deepep(options.device)
-    kernels: EPKernels = "native"
-    if not on_gpus and "deepep" in (options.backends or ()):
-        has_deepep, kernels = True, "emulated"
-        version = "moelab's stand-in on collectives: no measure of DeepEP"
-    world.say(f"DeepEP: {version}")
-    here: tuple[Backend, ...] = ("standard", "deepep") if has_deepep else ("standard",)
-    sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
-    sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
-    chosen = [backend for backend in here if options.backends is None or backend in options.backends]
-    run(
-        plan(sizes, options.routings, chosen, options.sms),
-        world,
-        options.output,
-        libraries={"deepep": version},
-        kernels=kernels,
-        compiled=on_gpus and not options.eager,
-        repeats=options.repeats,
-        budget_s=options.budget_s,
-        began=began,
-    )
+    groups = plan(SIZES if on_gpus else [SMALL], ROUTINGS, ["standard", "deepep"] if has_deepep else ["standard"])
+    run(groups, world, options.output, libraries={"deepep": version}, compiled=on_gpus)
     world.leave()
 
 
