@@ -195,7 +195,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "attention_backend": ("flex", "flex_tiles", "varlen"),
     "dataset": ("python", "c4", "my/text"),
     "validate_every": (0, 20, 60, 61),
-    "overrides": ((), (config_registry.ONE_MICROBATCH,)),
+    "overrides": ((), ("torchtitan.overrides.fused_swiglu.fused_swiglu",)),
     "hardware": ("cpu", "h200_node"),
     "capture_step": (3,),
     "trace_step": (0, 3),
