@@ -1,7 +1,7 @@
 """Dispatch and combine of a standard all-to-all and of DeepEP at the sizes of real models, on this machine.
 
-    torchrun --nproc-per-node 2 benchmarks/all_to_all.py --output FILE.json
-    torchrun --nproc-per-node 2 benchmarks/all_to_all.py --device cpu --output /tmp/all_to_all.json    # some seconds
+    python -m moelab.launch.loopback --nproc-per-node 2 benchmarks/all_to_all.py --output FILE.json
+    python -m moelab.launch.loopback --nproc-per-node 2 benchmarks/all_to_all.py --output dry.json --device cpu
 
 It is notebook 04's experiment (``moelab.micro.exchange``) with a choice of sizes and arms, a sweep of the
 multiprocessors that DeepEP gets, and the bandwidth of plain copies beside it. DeepEP compiles some 70 kernels on the

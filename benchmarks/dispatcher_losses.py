@@ -15,9 +15,10 @@ The debug model learns for 50 steps at equal seeds, with learned routing, under
 
 The largest difference between the losses of two runs at any step is reported for each pair of kinds::
 
-    torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dispatcher_losses.json
-    torchrun --nproc-per-node 1 benchmarks/dispatcher_losses.py --output one_gpu.json --arms standard nudged fp8
-    torchrun --nproc-per-node 2 benchmarks/dispatcher_losses.py --output dry.json --dry    # on a CPU, a few steps
+    torchrun="python -m moelab.launch.loopback --nproc-per-node"
+    $torchrun 2 benchmarks/dispatcher_losses.py --output dispatcher_losses.json
+    $torchrun 1 benchmarks/dispatcher_losses.py --output one_gpu.json --arms standard nudged fp8
+    $torchrun 2 benchmarks/dispatcher_losses.py --output dry.json --dry    # on a CPU, a few steps
 """
 
 from __future__ import annotations

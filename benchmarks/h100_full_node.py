@@ -41,6 +41,7 @@ from moelab.errors import BadInput
 from moelab.files import write_json
 from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
+from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, git_commit, gpus
 from moelab.planning.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
 from moelab.privacy import each_text, without_places
@@ -122,8 +123,7 @@ def plan(options: argparse.Namespace) -> list[Step]:
 
 def command(step: Step, part: Path, left_s: float, options: argparse.Namespace) -> list[str]:
     """How to start it."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={step.ep}"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    torchrun = on_this_machine(step.ep)
     if step.kind == "health":
         return [*torchrun, "-m", "moelab.health.measure", "--output", str(part), "--cluster", options.cluster]
     wanted = step.missing(read(part))

@@ -58,6 +58,7 @@ from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_t
 from moelab.deepep.dispatcher import PADDED
 from moelab.experiment import Experiment
 from moelab.files import write_json
+from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, gpus
 from moelab.planning.measured import DRY_RUN
 from moelab.privacy import without_places
@@ -322,8 +323,7 @@ class Pass:
     def __init__(self, key: Key, options: argparse.Namespace) -> None:
         self.key = key
         self.options, self.folder = options, Path(tempfile.mkdtemp(prefix="two_by_two."))
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={options.gpus}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", __file__, *sys.argv[1:]]
+        command = [*on_this_machine(options.gpus), __file__, *sys.argv[1:]]
         command += ["--child", *map(str, key), "--child-folder", str(self.folder)]
         variables = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}  # as TorchTitan's own launcher
         with (self.folder / "log.txt").open("wb") as sink:

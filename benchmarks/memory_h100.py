@@ -35,6 +35,7 @@ from validation.memory_megatron import V2, MegatronRun, megatron_memory
 from moelab.experiment import Experiment
 from moelab.files import write_json
 from moelab.hardware import H100
+from moelab.launch.torchrun import on_this_machine
 from moelab.layout import check
 from moelab.layout.schedule import split_layers
 from moelab.machine import environment
@@ -145,8 +146,7 @@ class Running:
             "PYTHONUNBUFFERED": "1",
             "PYTORCH_ALLOC_CONF": f"expandable_segments:{chosen.expandable_segments}",
         }
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={chosen.gpus}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(HERE / "memory_h100_case.py")]
+        command = [*on_this_machine(chosen.gpus), str(HERE / "memory_h100_case.py")]
         command += ["--case", str(self.folder / "case.json"), "--folder", str(self.folder)]
         self.log = (self.folder / "log.txt").open("wb")
         self.process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """One rank of one case of ``memory_h100.py``: train a thin DeepSeek-V3 for a few steps and write down what memory did.
 
-Started by torchrun, never by hand::
+Started by ``memory_h100.py``, never by hand::
 
-    torchrun --nproc-per-node 2 benchmarks/memory_h100_case.py --case case.json --folder results/
+    python -m moelab.launch.loopback --nproc-per-node 2 memory_h100_case.py --case case.json --folder results/
 
 The steps serve different questions, because asking one disturbs another:
 

@@ -76,7 +76,11 @@ class Launch:
         wait_for(lambda: moment(self) or self.popen.poll() is not None)
         time.sleep(delay_s)
         assert self.popen.poll() is None, "it ended before it could be killed"
-        below = [one for one, line in self.processes().items() if "torch.distributed.run" in line][:torchrun]
+        below = [
+            one
+            for one, line in self.processes().items()
+            if re.search(r"-m (torch.distributed.run|moelab.launch.loopback) ", line)
+        ][:torchrun]
         assert len(below) == torchrun
         for process in (self.popen.pid, *below):
             os.kill(process, signal.SIGKILL)

@@ -82,9 +82,11 @@ def test_the_command_names_a_file_that_holds_the_plan_and_starts_every_rank(call
         assert f"MOELAB_EXPERIMENT={named}" in call("plan", file, *arguments, "--json").json["command"]
     assert read_experiment(file.with_name("planned.yaml")) == Experiment(**{**BASE, "ep": 8})
     one = command(Experiment(gpus_per_node=4), Path("a b.yaml"))
-    assert {"--nnodes=1", "--nproc-per-node=4", "--rdzv-endpoint=localhost:0"} < set(one)
+    assert {"moelab.launch.loopback", "--nproc-per-node=4"} < set(one)
     assert "'MOELAB_EXPERIMENT=a b.yaml'" in shlex.join(one)
-    assert {"--nnodes=32", "--nproc-per-node=8", "--rdzv-endpoint=HOST:PORT"} < set(command(Experiment(**BASE)))
+    several = set(command(Experiment(**BASE)))
+    assert {"--nnodes=32", "--nproc-per-node=8", "--node-rank=NODE", "--rdzv-endpoint=HOST:PORT"} < several
+    assert "--rdzv-backend=static" in several
 
 
 def test_a_machine_without_a_gpu_says_nothing_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,8 @@ class Check:
 
     def _gather(self, mine: Any) -> list[Any]:
         values: list[Any] = [None] * self.seat.ranks
-        dist.all_gather_object(values, mine)
+        # Plain data alone: the nodes' network may have strangers on it, and a pickle could run anything.
+        dist.all_gather_object(values, mine, weights_only=True)
         return values
 
 

@@ -20,8 +20,6 @@ from moelab.machine import cores, end_with_parent
 from moelab.runs import directory
 
 STOP_S = 45.0  # torchrun itself kills ranks that have not ended after 30 s
-# Port 0: the system picks a free one, so that two runs on one machine do not collide.
-ONE_NODE = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 NODE_VARIABLE = "MOELAB_NODE"
 KILLED_S, KILL_POLL_S = 30.0, 0.05
 """How long a killed process may take to disappear: one that holds a GPU stays until the driver has freed it."""
@@ -40,11 +38,16 @@ class Command:
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
+def on_this_machine(ranks: int) -> list[str]:
+    """Torchrun for so many ranks of this machine alone; further options, the program and its arguments follow."""
+    return [sys.executable, "-m", "moelab.launch.loopback", f"--nproc-per-node={ranks}"]
+
+
 def command(
     experiment: Experiment,
     folder: Path,
     *,
-    rendezvous: Sequence[str] = ONE_NODE,
+    rendezvous: Sequence[str] = (),
     logs: str = "logs",
     titan: Sequence[str] = (),
 ) -> Command:
@@ -53,14 +56,15 @@ def command(
     Args:
         experiment: it starts ``gpus_per_node`` ranks.
         folder: absolute path of its run directory.
-        rendezvous: torchrun's options for the nodes and where they meet.
+        rendezvous: torchrun's options for the nodes and where they meet; none for this machine alone.
         logs: folder of the ranks' own logs, in the run directory.
         titan: further options for TorchTitan.
     """
+    ranks = experiment.gpus_per_node
     # `python -m`, because the torchrun on PATH may belong to another environment.
+    several = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *rendezvous]
     torchrun = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={experiment.gpus_per_node}"),
-        *rendezvous,
+        *(several if rendezvous else on_this_machine(ranks)),
         *("--log-line-prefix-template=[rank${rank}]:", "--tee=3", f"--log-dir={folder}/{logs}"),
     ]
     train = ["-m", "torchtitan.train", "--module", "moelab.titan", "--config", "experiment"]
@@ -71,7 +75,7 @@ def command(
         "TOKENIZERS_PARALLELISM": "false",  # otherwise tokenizers warns about every fork
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as TorchTitan's own launcher; memory is predicted for it
         # Ranks share the cores evenly; torchrun would give each of several ranks a single thread.
-        "OMP_NUM_THREADS": str(max(1, cores() // experiment.gpus_per_node)),
+        "OMP_NUM_THREADS": str(max(1, cores() // ranks)),
     }
     # Otherwise ranks that should run on the processor would take a GPU that is here.
     if experiment.hardware == "cpu":

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from moelab.errors import MoelabError
+from moelab.launch.torchrun import on_this_machine
 from moelab.machine import gpus
 from moelab.planning.measured import ALL_TO_ALL, Measurement, load_measured
 
@@ -36,11 +36,10 @@ def measure_all_to_all(output: Path) -> Measurement:
         ExperimentFailed: with the last lines that the processes wrote.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     device = "cuda" if can_use_gpus() else "cpu"
     program = ["-m", PROGRAM, "--output", str(output.absolute()), "--device", device]
     done = subprocess.run(
-        [*torchrun, *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        [*on_this_machine(RANKS), *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     if done.returncode != 0 or not output.exists():
         last = done.stdout.splitlines()[-100:]  # 40 are torchrun's own, after those of the rank that failed

@@ -167,24 +167,21 @@ def command(experiment: Experiment, path: Path | None = None) -> tuple[str, ...]
     """The command that one node executes.
 
     A published arm has a configuration of its own name; any other experiment is read from its file, which an
-    environment variable names. ``HOST:PORT`` stands for a node of the job and a free port on it.
+    environment variable names. ``HOST:PORT`` stands for the first node of the job and a free port on it, ``NODE`` for
+    the number of the node.
 
-    >>> " ".join(command(Experiment(gpus_per_node=2), Path("a.yaml"))[:4])
-    'env MOELAB_EXPERIMENT=a.yaml torchrun --nnodes=1'
+    >>> " ".join(command(Experiment(gpus_per_node=2), Path("a.yaml"))[:5])
+    'env MOELAB_EXPERIMENT=a.yaml python -m moelab.launch.loopback'
     """
     name = config_name(experiment)
     # A name does not have every field: only equality shows that this is the published arm.
     published = named_arms().get(name) == experiment
     variable = () if published else ("env", f"MOELAB_EXPERIMENT={path or DEFAULT_FILE}")
-    # Port 0 lets torchrun find a free one, which only works where all ranks are.
-    endpoint = "localhost:0" if experiment.nodes == 1 else "HOST:PORT"
-    torchrun = (
-        "torchrun",
-        f"--nnodes={experiment.nodes}",
-        f"--nproc-per-node={experiment.gpus_per_node}",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-    )
+    ranks = f"--nproc-per-node={experiment.gpus_per_node}"
+    torchrun: tuple[str, ...] = ("python", "-m", "moelab.launch.loopback", ranks)
+    if experiment.nodes > 1:  # `static`, because `c10d` runs what a stranger writes into its store
+        where = ("--rdzv-backend=static", "--rdzv-endpoint=HOST:PORT")
+        torchrun = ("torchrun", f"--nnodes={experiment.nodes}", "--node-rank=NODE", ranks, *where)
     config = name if published else "experiment"
     return (*variable, *torchrun, "-m", "torchtitan.train", "--module", "moelab.titan", "--config", config)
 
