@@ -10,8 +10,9 @@ import errno
 import json
 import math
 import os
+import secrets
 import stat
-import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,7 +61,10 @@ def read_json(path: Path, most: int = LARGEST_BYTES) -> Any:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file through a temporary one in the same folder; a device or a pipe, such as /dev/stdout, directly."""
+    """Write a file through a temporary one in the same folder; a device or a pipe, such as /dev/stdout, directly.
+
+    Its mode is the one that ``open`` gives: that of the file before, or what the umask leaves.
+    """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_char_device() or path.is_fifo():  # the rename would put a file in its place
@@ -69,16 +73,17 @@ def write_whole(path: Path, content: str | bytes) -> None:
     if path.is_symlink():  # replace what a link leads to, not the link
         path = path.resolve()
     # In the same folder: a rename is atomic on one filesystem only.
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    begun = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with begun.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # or a crash after the rename may leave an empty file
-        Path(name).chmod(0o644)  # mkstemp makes it readable by its owner alone
-        Path(name).replace(path)
+        with suppress(FileNotFoundError):
+            begun.chmod(path.stat().st_mode & 0o777)
+        begun.replace(path)
     except BaseException:  # also a Ctrl-C leaves no temporary file
-        Path(name).unlink(missing_ok=True)
+        begun.unlink(missing_ok=True)
         raise
 
 

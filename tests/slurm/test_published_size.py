@@ -104,7 +104,7 @@ def test_each_arm_has_256_ranks_with_their_place_their_gpus_and_variables_that_m
             place = NodeOfJob.of(variables)
             assert place == NodeOfJob(job_id=job_id, label=run.status.job_id, node=node, nodes=NODES, restarts=0)
             assert arguments[:3] == ["-m", "moelab.launch.in_job", str(run.path)]
-            start = Start(run=run, place=place, options=parse_options(arguments[2:]), signals=Mock())
+            start = Start(run=run, place=place, options=parse_options(arguments[2:]), signals=Mock(), folder=run.path)
             command = start.command(run.experiment)
             assert {f"--nnodes={NODES}", f"--node-rank={node}", "--nproc-per-node=8"} <= set(command.arguments)
             assert command.variables["MOELAB_EXPERIMENT"] == str(run.path / "experiment.yaml")

@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 def start_of(run: RunDir, signals: Signals, *more: str, restarts: int = 0) -> Start:
     options = in_job.parse_options([str(run.path), "localhost", *SETTINGS, *more])
     place = NodeOfJob(job_id=8, label="7_1", node=0, nodes=2, restarts=restarts)
-    return Start(run=run, place=place, options=options, signals=signals)
+    return Start(run=run, place=place, options=options, signals=signals, folder=run.path.parent)
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,23 @@ def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals) -
         other.listen()
         in_use = f"port {start.port} of localhost is in use by another program; requeued"
         assert account(start, trains(STEPS)) == (REQUEUE_CODE, State.SUBMITTED, in_use)
+
+
+def test_no_other_user_can_ask_a_job_to_stop(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Start] = []
+
+    def train(start: Start, _is_over: Callable[[], object]) -> int:
+        start.stop_file.touch()
+        assert start.stop_file.parent.stat().st_mode & 0o777 == 0o700
+        return 1 if starts.append(start) else 0
+
+    monkeypatch.setattr(node, "train", train)
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    for _ in range(2):
+        in_job.main([str(run.path), "localhost", *SETTINGS])
+    assert len({start.stop_file for start in starts}) == 2  # nobody can foresee the next one
+    assert not any(start.stop_file.parent.exists() for start in starts)
 
 
 def test_a_full_disk_ends_the_run(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:

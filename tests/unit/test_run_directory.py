@@ -22,6 +22,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
 from moelab.files import read_json, write_json, write_whole
+from moelab.launch.local import only_launcher
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
@@ -214,14 +215,36 @@ def test_a_damaged_status_is_unknown_with_its_fault(tmp_path: Path, content: str
     assert (status.reason or "").startswith(f"status.json {fault}")
 
 
-def test_a_file_is_replaced_and_readable_by_others_and_json_has_no_nan(tmp_path: Path) -> None:
+def test_a_file_is_replaced_and_json_has_no_nan(tmp_path: Path) -> None:
     file = tmp_path / "made" / "on the way" / "a.json"
     write_whole(file, "old")
     write_json(file, {"a": "né"})
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(file, {"a": float("nan")})
     assert json.loads(file.read_bytes()) == {"a": "né"}
-    assert (names(file.parent), file.stat().st_mode & 0o777) == ({"a.json"}, 0o644)
+    assert names(file.parent) == {"a.json"}
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o027, 0o002])
+def test_files_of_a_run_have_the_modes_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        run = directory.create(tmp_path / "runs", Experiment())
+        (plain := tmp_path / "plain").write_text("")
+        (plain_folder := tmp_path / "plain folder").mkdir()
+        with only_launcher(run.path.parents[2]):
+            pass
+        report = run.path / "shared.html"
+        write_whole(report, "old")
+        report.chmod(0o604)  # as its owner wants it
+        write_whole(report, "new")
+    finally:
+        os.umask(before)
+    made = {path: path.stat().st_mode for path in (tmp_path / "runs").rglob("*")}
+    assert made.pop(report) & 0o777 == 0o604
+    assert len(made) > 5
+    for path, mode in made.items():
+        assert mode == (plain_folder if path.is_dir() else plain).stat().st_mode, path
 
 
 def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
@@ -237,7 +260,7 @@ def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
 
 
 BROKEN = """
-import os, sys, tempfile
+import os, sys
 from pathlib import Path
 from moelab.files import write_whole
 def kill(*_, **__): os.kill(os.getpid(), 9)
@@ -247,7 +270,7 @@ write_whole(Path(sys.argv[1]), "new")
 """
 
 
-@pytest.mark.parametrize("moment", ["tempfile.mkstemp", "os.fdopen", "os.fsync", "Path.chmod", "Path.replace"])
+@pytest.mark.parametrize("moment", ["Path.open", "os.fsync", "Path.chmod", "Path.replace"])
 def test_a_kill_inside_of_a_write_keeps_the_old_file_and_a_failure_leaves_no_litter(
     tmp_path: Path, moment: str
 ) -> None:

@@ -15,6 +15,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,11 +101,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from moelab.runs.directory import RunDir
     from moelab.runs.status import State
 
-    start = Start(run=RunDir(options.run), place=NodeOfJob.of(os.environ), options=options, signals=signals)
-    if start.run.status.state is State.COMPLETED:  # a job that was started again after its end
+    run, place = RunDir(options.run), NodeOfJob.of(os.environ)
+    if run.status.state is State.COMPLETED:  # a job that was started again after its end
         return 0
-    # One node writes the run's files: several would overwrite each other's status.
-    return train(start) if start.place.node else account_for(start)
+    # For this user alone, and on this node: each rank looks into it before each step.
+    with tempfile.TemporaryDirectory(prefix="moelab-") as folder:
+        start = Start(run=run, place=place, options=options, signals=signals, folder=Path(folder))
+        # One node writes the run's files: several would overwrite each other's status.
+        return train(start) if place.node else account_for(start)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

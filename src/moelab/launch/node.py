@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,6 +37,7 @@ class Start:
     place: NodeOfJob
     options: argparse.Namespace  # the command line
     signals: Signals  # which arrived so far
+    folder: Path  # on this node, for this user alone
 
     @property
     def logs(self) -> Path:
@@ -47,7 +47,7 @@ class Start:
     @property
     def stop_file(self) -> Path:
         """The file that asks the ranks of this node to save and stop."""
-        return Path(tempfile.gettempdir(), f"moelab-stop-{self.place.start}-{self.place.node}")
+        return self.folder / "stop"
 
     def command(self, experiment: Experiment) -> Command:
         """The torchrun command for this node's ranks, with the folders of checkpoints and of this cluster's data."""
@@ -105,18 +105,15 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     )
     dataset, tokenizer = start.data(experiment)
     stage_data(experiment, dataset=dataset, tokenizer=tokenizer)
-    try:
-        with Process(start.command(experiment), None) as process:
-            while process.poll() is None:
-                # A file and no signal, because torchrun only passes on signals that end its ranks.
-                if start.signals.save:
-                    start.stop_file.touch()
-                if is_over() if is_over else start.signals.end:
-                    return TERMINATED
-                time.sleep(POLL_S)
-        return process.returncode
-    finally:
-        start.stop_file.unlink(missing_ok=True)
+    with Process(start.command(experiment), None) as process:
+        while process.poll() is None:
+            # A file and no signal, because torchrun only passes on signals that end its ranks.
+            if start.signals.save:
+                start.stop_file.touch()
+            if is_over() if is_over else start.signals.end:
+                return TERMINATED
+            time.sleep(POLL_S)
+    return process.returncode
 
 
 def account_for(start: Start) -> int:

@@ -19,10 +19,10 @@ import hashlib
 import json
 import os
 import random
+import secrets
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -226,7 +226,8 @@ def build(
             f"there are too few documents: by their names one in {HELD_OUT_ONE_IN} is held out, and each part needs one"
         )
     # Beside the result, for only within a file system is a rename atomic.
-    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+    work = folder.with_name(f".building-{secrets.token_hex(4)}")
+    work.mkdir()
     try:
         for split in SPLITS:
             table = pa.table({"text": parts[split]})
