@@ -55,7 +55,6 @@ from torchtitan.trainer import Trainer
 from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 
 from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
-from moelab.deepep.dispatcher import PADDED
 from moelab.experiment import Experiment
 from moelab.files import write_json
 from moelab.launch.torchrun import on_this_machine
@@ -111,16 +110,11 @@ ARMS |= {
         **ARMS["fp8_deepep_wgrad-fp8_dispatch-fp8"],
         "quantize": "experts+linears",
     },
-    "fp8_deepep_wgrad-fp8_dispatch-fp8_no-host-sync": {
-        **ARMS["fp8_deepep_wgrad-fp8_dispatch-fp8"],
-        "host_sync": False,
-    },
 }
 DEFAULT_ARMS = [
     arm
     for arm in ARMS
     if "linears" not in arm
-    and "no-host-sync" not in arm
     and arm not in ("fp8_standard_wgrad-fp8", "mxfp8-emulated_standard", "mxfp8-emulated_deepep_dispatch-mxfp8")
 ]
 ARMS |= {
@@ -188,8 +182,6 @@ def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
     """The trainer of an arm, as ``moelab run`` would make it, with a thin model and the table router."""
     world = int(os.environ["WORLD_SIZE"])
     experts = shape.thin(world).num_experts
-    arm = dict(arm)
-    host_sync = arm.pop("host_sync", True)  # of the dispatcher, not of an experiment
     experiment = Experiment(
         model=shape.model, gpus_per_node=world, ep=world, seq_len=shape.seq_len, local_batch=shape.local_batch,
         steps=1000, warmup_steps=10, lr=1e-4, compile=compile_, routing="learned",
@@ -199,8 +191,6 @@ def build(shape: Shape, arm: dict[str, Any], *, compile_: str) -> Trainer:
     config = config_registry.trainer_config(experiment)
     on_cpu = not torch.cuda.is_available()
     imports = [entry for entry in config.override.imports if not (on_cpu and entry == "moelab.titan.cpu.fp32_gate")]
-    if not host_sync:
-        imports = [(PADDED, {**entry[1], "host_sync": False}) if entry[0] == PADDED else entry for entry in imports]
     tokens = shape.local_batch * shape.seq_len
     router = f"{table_router.__module__}.{table_router.__name__}"
     config.override.imports = [*imports, (router, {"tokens": tokens, "fp32_gate": on_cpu})]

@@ -151,7 +151,6 @@ class Case:
     alignment: int = 8
     seed: int = 0
     deepep: bool = True  # or the standard backend: TorchTitan's dispatcher, or moelab's where tokens travel in MXFP8
-    host_sync: bool = True
     mxfp8: bool = False  # experts
     precision: DispatchPrecision = "bf16"
     wgrad: Literal["mxfp8", "bf16"] = "bf16"
@@ -207,7 +206,6 @@ def build(mesh: DeviceMesh, case: Case) -> RoutedExperts:
             alignment=case.alignment,
             kernels="emulated",
             precision=case.precision,
-            host_sync=case.host_sync,
         )
     else:
         config = RoutedExperts.Config(inner_experts=experts, token_dispatcher=AllToAllTokenDispatcher.Config(**sizes))

@@ -56,8 +56,6 @@ CASES = {
     "an expert with one token": Case(routing="one token", alignment=16),
     "alignment of native MXFP8": Case(alignment=128, top_k=4),
     "as many experts as ranks": Case(experts=2, top_k=2, alignment=32),
-    "without a host sync": Case(host_sync=False, alignment=16),
-    "without a host sync, all tokens on one rank": Case(host_sync=False, routing="one rank", alignment=32),
     "a whole group of padding on every rank": Case(routing="one token", top_k=1, alignment=128),
 }
 
@@ -114,9 +112,6 @@ COMPILED = [
     Case(routing="one rank", alignment=32, mxfp8=True, wgrad="mxfp8"),  # a rank receives nothing at all
     Case(routing="one rank", **MXFP8),
     Case(routing="one token", **TORCHAO),
-    Case(routing="random", alignment=32, host_sync=False),
-    Case(routing="random", alignment=32, host_sync=False, precision="fp8"),
-    Case(routing="one token", host_sync=False, **MXFP8),
 ]
 
 

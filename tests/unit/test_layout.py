@@ -92,7 +92,10 @@ BROKEN: dict[str, list[tuple[dict[str, Any], str]]] = {
     "DeepEP takes the tokens": [
         ({**NANO, "ep_backend": "deepep"}, "ep_kernels=emulated takes any. Legal ep_backend: standard, hybridep"),
     ],
-    "dispatch is kept": [(KEPT, "Legal activation_checkpoint: none, selective, full")],
+    "dispatch is kept": [
+        (KEPT, "Legal activation_checkpoint: none, selective, full"),
+        ({**KEPT, "ep_backend": "hybridep"}, "Legal activation_checkpoint: none, selective, full"),
+    ],
     "dispatch is quantised as its experts": [
         ({"dispatch_precision": "mxfp8"}, f"precision is bf16. {ONLY_BF16}"),
         ({**SENT, "ep_backend": "deepep", "dispatch_precision": "fp8"}, f"precision is mxfp8. {ONLY_BF16}, mxfp8"),
@@ -137,7 +140,6 @@ LEGAL: list[dict[str, Any]] = [
     {"dataset": "c4", "shape": {"vocab_size": 129_280}},
     {"shape": {"vocab_size": 2048}},
     {**KEPT, "compile": "model+loss"},
-    {**KEPT, "ep_backend": "hybridep"},
     {**KEPT, **SENT},
     {"activation_checkpoint": "full+dispatch", "hardware": "cpu"},  # whose all-to-all is an operator
     {**SENT, "ep_backend": "deepep"},

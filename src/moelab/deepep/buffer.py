@@ -35,7 +35,6 @@ class Exchange:
     hidden: int
     top_k: int
     num_sms: int
-    host_sync: bool
 
 
 _OPEN: dict[str, Exchange] = {}
@@ -62,7 +61,6 @@ def open_exchange(
     top_k: int,
     kernels: EPKernels = "native",
     num_sms: int = 0,
-    host_sync: bool = True,
 ) -> Exchange:
     """Open the buffer of an expert-parallel group, or reuse it if it fits. All ranks call it together.
 
@@ -77,7 +75,6 @@ def open_exchange(
         top_k: experts of a token.
         kernels: ``native`` is DeepEP; ``emulated`` its stand-in on plain collectives.
         num_sms: streaming multiprocessors of a dispatch or combine; 0 chooses (:func:`chosen_sms`).
-        host_sync: wait in each dispatch for the number of rows; else there are as many as there can be.
 
     Raises:
         BadInput: for sizes that cannot work.
@@ -100,10 +97,10 @@ def open_exchange(
             buffer, handle_type = _deepep_buffer(group, **room)
         else:
             buffer, handle_type = StandInBuffer(group, **room), StandInBuffer.handle_type
-        opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, host_sync=True, **sizes)
+        opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, **sizes)
     # Not fixed with the buffer: the exchange experiment times several SM counts on one.
     num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
-    chosen = replace(opened, num_sms=num_sms, host_sync=host_sync)
+    chosen = replace(opened, num_sms=num_sms)
     _OPEN[group.group_name] = opened = opened if opened == chosen else chosen
     return opened
 

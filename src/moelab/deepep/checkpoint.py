@@ -35,10 +35,10 @@ from moelab.deepep.ops import NAMESPACE
 _QUANTISED_PRODUCT = torch.ops.aten._scaled_grouped_mm.default
 
 
-def communication_ops(namespace: str = NAMESPACE) -> set[Any]:
-    """Registered operators of a library whose results are kept: recomputing them would communicate again."""
-    library = getattr(torch.ops, namespace)
-    return {getattr(library, name).default for name in ("dispatch", "combine") if hasattr(library, name)}
+def communication_ops() -> set[Any]:
+    """Moelab's operators whose results are kept: recomputing them would communicate again."""
+    library = getattr(torch.ops, NAMESPACE)
+    return {library.dispatch.default, library.combine.default}
 
 
 class CommunicationSavingAC(SelectiveAC):
@@ -66,11 +66,8 @@ class CommunicationSavingFullAC(FullAC):
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         # The all-to-all is the standard dispatcher's; top-k is the router's choice, to which the kept rows belong.
-        kept = (
-            communication_ops()
-            | communication_ops("hybridep")  # registered when TorchTitan imports HybridEP
-            | {torch.ops._c10d_functional.all_to_all_single.default, torch.ops.aten.topk.default}
-        )
+        theirs = {torch.ops._c10d_functional.all_to_all_single.default, torch.ops.aten.topk.default}
+        kept = communication_ops() | theirs
         return checkpoint_wrapper(
             module,
             context_fn=partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(kept))),

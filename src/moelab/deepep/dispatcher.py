@@ -56,14 +56,12 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
         alignment: int = 8
         kernels: EPKernels = "native"
         num_sms: int = 0
-        host_sync: bool = True
         precision: DispatchPrecision = "bf16"
 
     def __init__(self, config: Config) -> None:
         # Not TorchTitan's own constructor: it imports deep_ep to register operators that are not used here.
         BaseEPTokenDispatcher.__init__(self, config)
         self.alignment, self.kernels, self.num_sms = config.alignment, config.kernels, config.num_sms
-        self.host_sync = config.host_sync
         self.precision = config.precision
         self.num_max_tokens_per_rank, self.hidden_dim = config.num_max_tokens_per_rank, config.hidden_dim
         self.group = ""
@@ -92,7 +90,6 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
             top_k=self.top_k,
             kernels=self.kernels,
             num_sms=self.num_sms,
-            host_sync=self.host_sync,
         )
         self.group = group.group_name
 
@@ -176,7 +173,6 @@ def padded(
     tokens: int | None = None,
     kernels: EPKernels = "native",
     precision: DispatchPrecision = "bf16",
-    host_sync: bool = True,
 ) -> Any:
     """Swap a layer's DeepEP dispatcher and experts.
 
@@ -187,8 +183,6 @@ def padded(
             parallelism that is a micro-batch and TorchTitan 0.3.0 counts the whole local batch.
         kernels: ``native`` DeepEP or its ``emulated`` stand-in.
         precision: in which tokens travel to their experts; gradients, and outputs on their way home, travel in BF16.
-        host_sync: False saves the host's wait for the number of rows in each dispatch and makes room for the most that
-            can arrive, ``ranks x tokens x min(top_k, local experts)``; ``docs/measurements.md`` says why not to.
     """
     dispatcher = config.token_dispatcher
     if not isinstance(dispatcher, DeepEPTokenDispatcher.Config):
@@ -216,7 +210,6 @@ def padded(
             alignment=alignment,
             kernels=kernels,
             precision=precision,
-            host_sync=host_sync,
             num_max_tokens_per_rank=tokens or dispatcher.num_max_tokens_per_rank,
         ),
         inner_experts=experts,

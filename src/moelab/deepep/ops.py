@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 
 from moelab.deepep.buffer import Exchange, exchange
-from moelab.deepep.stand_in import most_rows
 from moelab.mxfp8.quantised_experts import place as gradient_place
 
 NAMESPACE = "moelab_deepep"
@@ -93,7 +92,7 @@ def dispatch(
         expert_alignment=alignment,
         num_sms=place.num_sms,
         do_handle_copy=False,
-        do_cpu_sync=place.host_sync,  # for the number of rows; without it DeepEP makes room for the most there can be
+        do_cpu_sync=True,  # for the number of rows
         do_expand=True,
         do_zero_padding=True,  # a NaN in padding would be one in its expert's weight gradient
     )
@@ -118,11 +117,7 @@ def _(
     place, top_k = exchange(group), ids_TK.shape[1]
     buffer, ranks = place.buffer, place.buffer.group.size()
     local = experts // ranks
-    if place.host_sync:  # how many rows and tokens arrive only the data know
-        rows, received = context.new_dynamic_size(), context.new_dynamic_size()
-    else:
-        received = ranks * ids_TK.shape[0]
-        rows = most_rows(received, top_k, local, alignment)
+    rows, received = context.new_dynamic_size(), context.new_dynamic_size()  # of tokens; only the data know
 
     def index(*shape: Any) -> Tensor:
         return ids_TK.new_empty(shape, dtype=torch.int32)

@@ -6,8 +6,7 @@ GPUs. It has only the *expanding* layout, the one that moelab uses, as DeepEP 2.
 
 - a token crosses to a rank once, however many of its experts live there;
 - the rows of a local expert lie together and start at a multiple of ``expert_alignment``; what fills the gap is zero if
-  ``do_zero_padding`` and *undefined* otherwise, which here means NaN, so that nothing can come to rely on it; so are
-  the rows after the last group where ``do_cpu_sync`` is off, and there is room for the most that could arrive;
+  ``do_zero_padding`` and *undefined* otherwise, which here means NaN, so that nothing can come to rely on it;
 - ``combine`` adds the rows of a token on each rank first, then across ranks, in FP32, rounding to BF16 after each.
 
 Where DeepEP leaves the order of the rows of an expert open, this is one legal order: by source rank, then by token.
@@ -19,15 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import distributed as dist
 
 # Shape suffixes: T tokens of this rank, K experts of a token, U tokens received (once each), R rows (one for each
 # token and local expert, padded), D features, e local experts, W ranks.
-Rows = TypeVar("Rows", int, torch.Tensor)
 
 
 class StandInBuffer:
@@ -63,7 +60,6 @@ class StandInBuffer:
         handle: Any = None,
         do_expand: bool = False,
         do_zero_padding: bool = False,
-        do_cpu_sync: bool = True,
         **_: Any,
     ) -> tuple[Any, None, torch.Tensor | None, Any, None]:
         """Send each token to the ranks of its experts; arguments as DeepEP's, layout as the module describes it.
@@ -91,20 +87,11 @@ class StandInBuffer:
         ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
             handle = self._handle(topk_idx, ids_UK, arrive, received_W, num_experts, expert_alignment, capacity)
-            if not do_cpu_sync:  # room for the most there can be, of which nothing is said
-                tokens = self.ranks * capacity
-                handle.num_expanded_tokens = most_rows(tokens, topk_idx.shape[1], local, expert_alignment)
-                unused = (0, 0, 0, tokens - len(handle.recv_src_metadata))
-                # Not -1, which is "no expert here": an index that fails wherever something reads it.
-                handle.recv_src_metadata = F.pad(handle.recv_src_metadata, unused, value=2**30)
         slots_UK = _slots(handle)
-        groups_end = _aligned(int(handle.psum_num_recv_tokens_per_expert[-1]), expert_alignment)
 
         def empty_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             rows = torch.empty((handle.num_expanded_tokens, *shape), dtype=dtype, device=topk_idx.device)
-            _as_bytes(rows).fill_(0xFF)  # a NaN in BF16, in E4M3 and in FP32
-            if do_zero_padding:
-                _as_bytes(rows)[:groups_end] = 0
+            _as_bytes(rows).fill_(0 if do_zero_padding else 0xFF)  # a NaN in BF16, in E4M3 and in FP32
             return rows
 
         def expand(values_T: torch.Tensor) -> torch.Tensor:
@@ -165,7 +152,7 @@ class StandInBuffer:
     ) -> SimpleNamespace:
         local, top_k = experts // self.ranks, topk_idx.shape[1]
         counts_e = torch.bincount(ids_UK[ids_UK >= 0], minlength=local)
-        aligned_e = _aligned(counts_e, alignment)
+        aligned_e = (counts_e + alignment - 1) // alignment * alignment
         starts_e = aligned_e.cumsum(0) - aligned_e
         slots_UK = torch.full_like(ids_UK, -1)  # the row of each received token at each of its experts
         for expert in range(local):
@@ -190,15 +177,6 @@ class StandInBuffer:
             token_metadata_at_forward=None,
             channel_linked_list=None,
         )
-
-
-def most_rows(tokens: int, top_k: int, local_experts: int, alignment: int) -> int:
-    """Rows for which DeepEP makes room without a host sync: all ``tokens`` of all ranks at as many experts as fit."""
-    return _aligned(tokens * min(top_k, local_experts) + (alignment - 1) * local_experts, alignment)
-
-
-def _aligned(rows: Rows, alignment: int) -> Rows:
-    return (rows + alignment - 1) // alignment * alignment
 
 
 def _slots(handle: Any) -> torch.Tensor:

@@ -335,6 +335,9 @@ def _arm(facts: Facts) -> Iterator[Fault]:
             "compile=model+loss makes it one, and ep_backend=deepep always is"
         )
         yield Fault("dispatch is kept", "activation_checkpoint", words)
+    if x.activation_checkpoint == "full+dispatch" and backend is EPBackend.HYBRIDEP:
+        words = "full+dispatch keeps what the standard all-to-all and DeepEP bring, not what HybridEP brings"
+        yield Fault("dispatch is kept", "activation_checkpoint", words)
     if cause := _not_dispatched(facts):
         yield Fault("dispatch is quantised as its experts", "dispatch_precision", cause)
     if x.wgrad == "fp8" and precision is not Precision.FP8:
