@@ -106,18 +106,20 @@ def read_study(source: Source, /, **fields: Any) -> Study:
     return experiment_file.read_study(source, fields)
 
 
-def runs_folder() -> Path:
+def runs_folder(name: str | Path = "runs") -> Path:
     """The folder of all studies.
 
     ``MOELAB_RUNS`` names it; else it is ``runs`` at the top of the checkout that the working folder is in, or of what
-    ``moelab notebooks`` wrote, so that notebooks and the shell share it; anywhere else it is ``./runs``.
+    ``moelab notebooks`` wrote, so that notebooks and the shell share it; anywhere else it is ``./runs``. Another
+    ``name`` stands for a folder in the same place.
     """
-    if named := os.environ.get(RUNS_VARIABLE):
+    named = os.environ.get(RUNS_VARIABLE)
+    if named and str(name) == "runs":
         return Path(named)
     here = Path.cwd()
-    tops = [top for top in (here, *here.parents) if all((top / name).is_dir() for name in SIDE_BY_SIDE)]
+    tops = [top for top in (here, *here.parents) if all((top / folder).is_dir() for folder in SIDE_BY_SIDE)]
     # Relative where it can be, as people write it.
-    return Path("runs") if not tops or tops[0] == here else tops[0] / "runs"
+    return Path(name) if not tops or tops[0] == here else tops[0] / name
 
 
 def _in_runs(source: Source) -> Path:
@@ -1234,7 +1236,9 @@ def watch(source: Source | None = None, /, *, interval_s: float = 5.0) -> LiveVi
         interval_s: seconds between two looks at least.
     """
     path = runs_folder() if source is None else _in_runs(source)
-    if not _in_notebook():
+    from moelab.launch.progress import in_notebook
+
+    if not in_notebook():
         from moelab.launch.status import follow
 
         follow(path, sys.stdout)
@@ -1243,12 +1247,6 @@ def watch(source: Source | None = None, /, *, interval_s: float = 5.0) -> LiveVi
     from moelab.viz.live import LiveView
 
     return LiveView(path, cancel=lambda run: cancel_jobs([run]), interval_s=interval_s)
-
-
-def _in_notebook() -> bool:
-    """Whether this is a Jupyter kernel, whose outputs can be widgets."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel")
 
 
 # collect, report

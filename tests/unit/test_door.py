@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import moelab
-from moelab import Experiment, Study, doctor, explain, plan, project, read_study, search, submit
+from moelab import Experiment, Study, doctor, door, explain, plan, project, read_study, search, status, submit
 from moelab.cli import main
 from moelab.errors import BadInput, Refused
 
@@ -121,3 +121,23 @@ def test_what_is_wrong_is_named_as_the_command_names_it(call: Callable[[], Any],
 def test_a_refusal_is_an_exception() -> None:
     with pytest.raises(Refused, match="illegal layout:\n- tp"):
         project("671B_b200_x256", arm="mxfp8_deepep", tp=3)
+
+
+# Runs and their progress
+
+
+def test_notebooks_and_the_shell_have_one_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("notebooks", "papermill_params", "runs/00_start_here", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for here, runs in ((".", Path("runs")), ("notebooks", tmp_path / "runs")):
+        monkeypatch.chdir(tmp_path / here)
+        assert door.runs_folder() == runs
+        # What a notebook trained is found from both, by its name and as the documentation writes it.
+        for told in ("00_start_here", "runs/00_start_here"):
+            assert status(told).path.resolve() == tmp_path / "runs/00_start_here"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("MOELAB_RUNS", str(tmp_path / "mine"))
+    assert door.runs_folder() == tmp_path / "mine"
+    monkeypatch.delenv("MOELAB_RUNS")
+    (tmp_path / "papermill_params").rmdir()
+    assert door.runs_folder() == Path("runs")

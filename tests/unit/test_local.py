@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +29,8 @@ from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
 from moelab.launch import local, torchrun
-from moelab.launch.local import Progress, StudyRun, run_study
+from moelab.launch.local import StudyRun, run_study
+from moelab.launch.progress import Bars, Progress, progress_of
 from moelab.launch.status import refresh
 from moelab.runs import directory
 from moelab.runs.collect import collect
@@ -401,3 +404,40 @@ def test_a_line_says_where_a_study_is_and_what_is_left_at_a_steady_pace() -> Non
     progress.end("completed")
     train(2, start_s=10, step_s=5, steps=2)
     assert lines[-1].endswith("| about 40 s left")  # 8 steps of 5 s: the fourth run was finished before
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_has_a_bar_for_the_study_and_one_for_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that the test turns: 10 s until the first row, then 2 s a step."""
+    terminal, now = Terminal(), [0.0]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "140")
+    study = make_study("s", {"steps": 4}, [BF16, MXFP8], [0])
+    bars = Bars(study, [], clock=lambda: now[0])
+    for index in (0, 1):
+        bars.start(index)
+        now[0] += 10
+        for step in range(1, 5):
+            bars.row({"step": step, "loss": 8.0 - step, "tps": 1234.5})
+            now[0] += 2
+        bars.end(("completed", "failed: out of memory")[index])
+    bars.close()
+    shown = terminal.getvalue()
+    assert re.search(r"bf16_standard, seed 0  \|[█#]+ +\| step 2 of 4, loss 6\.000, 1,234 tokens/s per rank", shown)
+    # Two steps of 2 s of this run; of the next, 10 s until its first row, and 4 steps.
+    assert "0 of 2 trainings, about 22 s left" in shown
+    assert "s | mxfp8_standard | seed 0 | step 4/4 | failed: out of memory" in shown
+    assert shown.rstrip().endswith("2 of 2 trainings, 1 failed")
+
+
+def test_a_file_has_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_of(make_study("s", {"steps": 4}, [BF16], [0]), [], None) as progress:
+        progress.start(0)
+        progress.end("completed")
+    assert capsys.readouterr().err == (
+        "s | bf16_standard | seed 0 | step 0/4 | starting\ns | bf16_standard | seed 0 | step 0/4 | completed\n"
+    )

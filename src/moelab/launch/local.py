@@ -10,14 +10,12 @@ loaded enough to ask for it; whatever survives is killed before the next run tra
 
 from __future__ import annotations
 
-import math
 import shutil
-import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from moelab.experiment import BLOCK_SCALED, Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json, write_whole
 from moelab.launch.capability import refusals_of
+from moelab.launch.progress import Row, Say, progress_of, say_on_stderr
 from moelab.launch.slurm import ticket_of
 from moelab.launch.torchrun import Command, Process, command, end_processes, living
 from moelab.machine import boot_id, environment
@@ -40,7 +39,7 @@ from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
 from moelab.runs.failure import cause
-from moelab.runs.follow import LogFollower, format_seconds
+from moelab.runs.follow import LogFollower
 from moelab.runs.log_text import tail
 from moelab.runs.side_files import converted_modules
 from moelab.runs.statements import Statement
@@ -54,13 +53,6 @@ LINE_INTERVAL_S = 5.0
 MIN_FREE_BYTES = 16 << 20  # the last lines of the log, the status and the metrics still fit
 C4 = "allenai/c4"
 OnFailure = Literal["continue", "stop"]
-Row = Mapping[Hashable, float]
-Say = Callable[[str], None]
-
-
-def say_on_stderr(line: str) -> None:
-    """Print a line of progress at once."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the progress display
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +69,10 @@ class StudyRun:
         return tuple(run for run in self.runs if run.status.state is not State.COMPLETED)
 
 
-def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", say: Say = say_on_stderr) -> StudyRun:
-    """Train what a study still lacks, on this machine and in the study's order; lines of progress go to ``say``.
+def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", say: Say | None = None) -> StudyRun:
+    """Train what a study still lacks, on this machine and in the study's order.
+
+    Lines of progress go to ``say``; without it, a terminal and a notebook have bars, and a file has lines.
 
     Raises:
         Refused: before anything is started, if this machine cannot run one of the experiments, another process is
@@ -90,24 +84,25 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         raise Refused("\n".join(reasons))
     with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
+        told = say or say_on_stderr
         for line in here.lines:
-            say(line)
+            told(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_known_ends(attempts)
         if killed := _close_orphans(here.all_runs):
-            say(f"ended {killed} processes that a killed launcher left behind")
+            told(f"ended {killed} processes that a killed launcher left behind")
         run_of = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
-        progress = Progress(study, run_of, say)
         before = len(run_of)
-        for index, experiment in enumerate(study.experiments):
-            if index in run_of:
-                continue
-            progress.start(index)
-            run_of[index] = _run_experiment(runs, experiment, on_row=progress.row)
-            status = run_of[index].status
-            progress.end(status.in_words())
-            if status.state is not State.COMPLETED and on_failure == "stop":
-                break
+        with progress_of(study, run_of, say) as progress:
+            for index, experiment in enumerate(study.experiments):
+                if index in run_of:
+                    continue
+                progress.start(index)
+                run_of[index] = _run_experiment(runs, experiment, on_row=progress.row)
+                status = run_of[index].status
+                progress.end(status.in_words())
+                if status.state is not State.COMPLETED and on_failure == "stop":
+                    break
         return StudyRun(
             runs=tuple(run_of[index] for index in sorted(run_of)), trained=len(run_of) - before, discovered=here
         )
@@ -362,70 +357,6 @@ def _require_c4() -> None:
             "Hugging Face hub. Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or use dataset=python, which needs "
             "no download"
         ) from error
-
-
-class Progress:
-    """Prints lines of progress of a study, :data:`LINE_INTERVAL_S` seconds apart while a run trains.
-
-    The time left is, for every run still to come, what a run takes besides its steps (start-up, held-out loss, the end)
-    plus its steps at the pace of its arm; an arm that has not run yet gets the mean pace of the others.
-    """
-
-    def __init__(
-        self, study: Study, done: Collection[int], say: Say, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._study, self._say, self._clock = study, say, clock
-        self._waiting = [index for index in range(len(study.experiments)) if index not in done]
-        self._pace_s: dict[str, float] = {}
-        self._beside_s: list[float] = []
-        self._last_said = -math.inf
-        self._first: tuple[int, float] | None = None
-        self._step = 0
-
-    def start(self, index: int) -> None:
-        """Experiment number ``index`` of the study has begun."""
-        self._waiting.remove(index)
-        self._begin(index)
-        self._say(f"{self._where()} | starting")
-
-    def row(self, last: Row) -> None:
-        """The running experiment has a new metric row."""
-        now = self._clock()
-        self._step = max(self._step, int(last["step"]))
-        if self._first is None:  # the time before it is start-up, and no part of the pace
-            self._first = (self._step, now)
-        elif self._step > self._first[0]:
-            self._pace_s[self._run.arm] = (now - self._first[1]) / (self._step - self._first[0])
-        if now - self._last_said >= LINE_INTERVAL_S:
-            self._last_said = now
-            speed = f"loss {last['loss']:.3f} | {last['tps']:,.0f} tokens/s per rank"
-            self._say(f"{self._where()} | {speed}{self._left(now)}")
-
-    def end(self, outcome: str) -> None:
-        """The running experiment has ended."""
-        if self._run.arm in self._pace_s:
-            steps_s = self._pace_s[self._run.arm] * self._step
-            self._beside_s.append(max(0.0, self._clock() - self._started - steps_s))
-        self._say(f"{self._where()} | {outcome}")
-
-    def _begin(self, index: int) -> None:
-        self._run = self._study.experiments[index]
-        self._started, self._step, self._first = self._clock(), 0, None
-
-    def _where(self) -> str:
-        run = self._run
-        return f"{self._study.name} | {run.arm} | seed {run.seed} | step {self._step}/{run.steps}"
-
-    def _left(self, now: float) -> str:
-        if not self._pace_s:
-            return ""
-        mean = statistics.fmean(self._pace_s.values())
-        start_s = (self._first[1] if self._first else now) - self._started
-        beside_s = statistics.fmean(self._beside_s) if self._beside_s else start_s
-        waiting = [self._study.experiments[index] for index in self._waiting]
-        left_s = self._pace_s.get(self._run.arm, mean) * (self._run.steps - self._step)
-        left_s += sum(beside_s + self._pace_s.get(run.arm, mean) * run.steps for run in waiting)
-        return f" | about {format_seconds(left_s)} left"
 
 
 def start_in_background(study: Study, runs: Path) -> subprocess.Popen[bytes] | None:

@@ -16,9 +16,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.door import runs_folder
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY, Experiment, Precision
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
@@ -41,6 +42,7 @@ Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
 _SHARED: dict[str, Any] = {
     "hardware": str,
+    "runs_dir": Annotated[str, AfterValidator(lambda name: str(runs_folder(name)))],
     "submit": bool,
     "ranks": Count,
     "seeds": Annotated[int, Field(ge=1, le=100)],
