@@ -40,7 +40,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from moelab.machine import environment
 from moelab.micro.clock import Marks
 from moelab.mxfp8.converter import MXFP8Experts, op_config
-from moelab.mxfp8.emulation import grouped_mm
+from moelab.mxfp8.experts import grouped_mm
 from moelab.mxfp8.quantise import fake_quantise_both, fake_quantise_columns, fake_quantise_rows
 
 RCEIL = ScaleCalculationMode.RCEIL

@@ -5,7 +5,7 @@
 
 Parts, each written as it is found; one that fails is an error in the file and costs only itself:
 
-- ``bits``: each Triton kernel of :mod:`moelab.mxfp8.quantised_experts` against its definition in PyTorch, with rows of
+- ``bits``: each Triton kernel of :mod:`moelab.mxfp8.experts` against its definition in PyTorch, with rows of
   zeros, a NaN and an infinity among them: the share of values that differ and the largest difference;
 - ``kernels``: their milliseconds, and GB/s of what each must read and write once;
 - ``layer``: forward and backward of the three products of eight experts at 671B's sizes, compiled, in turns: BF16,
@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import silu
 
-from moelab.experts import scored_swiglu
 from moelab.files import write_json
 from moelab.machine import environment
-from moelab.mxfp8 import quantised_experts as experts
+from moelab.mxfp8 import experts, operators
 from moelab.mxfp8.quantise import Precision8, quantise, quantise_fp8
 from moelab.planning.measured import DRY_RUN
 from moelab.titan.models import FLASH_BLOCKS, FLEX_TILES
@@ -81,27 +81,27 @@ def bits(sizes: SimpleNamespace) -> Iterator[Row]:
         gate_up, grad, scores = drawn(513, 2 * hidden), drawn(513, hidden), torch.rand(513) if scored else None
         gate_up[3], grad[3], gate_up[5, 7], grad[6, 1] = 0, 0, torch.nan, torch.inf
         name = f"{precision}, F {hidden}, {'scores' if scored else 'no scores'}"
-        found: Any = experts.quantised_swiglu(gate_up, scores, precision)
-        cases[f"swiglu, {name}"] = ("data scales", found, quantise(experts.swiglu(gate_up, scores), precision))
-        found = experts.quantised_swiglu_backward(gate_up, grad, scores, precision)
-        wide, h, scores_grad = experts.swiglu_backward(gate_up, grad, scores)
+        found: Any = operators.quantised_swiglu(gate_up, scores, precision)
+        cases[f"swiglu, {name}"] = ("data scales", found, quantise(operators.swiglu(gate_up, scores), precision))
+        found = operators.quantised_swiglu_backward(gate_up, grad, scores, precision)
+        wide, h, scores_grad = operators.swiglu_backward(gate_up, grad, scores)
         expected = (wide, *quantise(wide, precision), h, scores_grad)
         cases[f"swiglu_backward, {name}"] = ("grad data scales hidden scores", found, expected)
     x, weights = drawn(333, sizes.dim), [drawn(3, 700, 1000), 3 * drawn(3, 400, 1000)]
     x[1], x[2, 5], x[4, 6] = 0, torch.nan, torch.inf
     for name, found, wide in (
-        ("fp8_rows", experts.fp8_rows(x), x),
-        ("fp8_weights", experts.fp8_weights(weights, False), torch.cat(weights, 1)),
-        ("fp8_weights, transposed", experts.fp8_weights(weights, True), torch.cat(weights, 1).mT.contiguous()),
+        ("fp8_rows", operators.fp8_rows(x), x),
+        ("fp8_weights", operators.fp8_weights(weights, False), torch.cat(weights, 1)),
+        ("fp8_weights, transposed", operators.fp8_weights(weights, True), torch.cat(weights, 1).mT.contiguous()),
     ):
         data, scales = quantise_fp8(wide)
         cases[name] = ("data scales", found, (data, scales[..., 0]))
     ends = torch.tensor([2048, 0, 512, 16, 1520]).cumsum(0).int()
     x, factors = drawn(int(ends[-1]), 1000), 2.0 ** torch.randint(-4, 4, (int(ends[-1]),)).float()
-    expected = experts.fp8_turned(x.cpu(), factors.cpu(), ends.cpu())
-    cases["fp8_turned"] = ("data factors", experts.fp8_turned(x, factors, ends), expected)
+    expected = operators.fp8_turned(x.cpu(), factors.cpu(), ends.cpu())
+    cases["fp8_turned"] = ("data factors", operators.fp8_turned(x, factors, ends), expected)
     data = drawn(777, 1000).to(torch.float8_e4m3fn)
-    cases["turned"] = ("data", [experts.turned(data)], [data.t().contiguous()])
+    cases["turned"] = ("data", [operators.turned(data)], [data.t().contiguous()])
     for kernel, (names, found, expected) in cases.items():
         for name, one, other in zip(names.split(), found, expected, strict=True):
             if one.numel():
@@ -124,13 +124,13 @@ def kernels(sizes: SimpleNamespace) -> Iterator[Row]:
     weights = [drawn(e, F, D), drawn(e, F, D)]
     ends, data = torch.arange(1, e + 1).int() * (R // e), x.to(torch.float8_e4m3fn)
     cases: dict[str, tuple[Callable[[], Any], int]] = {
-        "swiglu": (lambda: experts.quantised_swiglu(gate_up, scores, "fp8"), 5 * R * F),
-        "swiglu_backward": (lambda: experts.quantised_swiglu_backward(gate_up, grad, scores, "fp8"), 14 * R * F),
-        "fp8_rows": (lambda: experts.fp8_rows(x), 3 * R * D),
-        "fp8_weights, w1 and w3": (lambda: experts.fp8_weights(weights, False), 6 * e * F * D),
-        "fp8_weights, transposed": (lambda: experts.fp8_weights(weights, True), 10 * e * F * D),
-        "fp8_turned, 2F": (lambda: experts.fp8_turned(gate_up, scores, ends), 10 * R * F),
-        "turned, D": (lambda: experts.turned(data), 2 * R * D),
+        "swiglu": (lambda: operators.quantised_swiglu(gate_up, scores, "fp8"), 5 * R * F),
+        "swiglu_backward": (lambda: operators.quantised_swiglu_backward(gate_up, grad, scores, "fp8"), 14 * R * F),
+        "fp8_rows": (lambda: operators.fp8_rows(x), 3 * R * D),
+        "fp8_weights, w1 and w3": (lambda: operators.fp8_weights(weights, False), 6 * e * F * D),
+        "fp8_weights, transposed": (lambda: operators.fp8_weights(weights, True), 10 * e * F * D),
+        "fp8_turned, 2F": (lambda: operators.fp8_turned(gate_up, scores, ends), 10 * R * F),
+        "turned, D": (lambda: operators.turned(data), 2 * R * D),
     }
     taken = times_ms({name: function for name, (function, _) in cases.items()}, sizes.turns)
     for name, ms in taken.items():
@@ -148,7 +148,7 @@ def layer(sizes: SimpleNamespace) -> Iterator[Row]:
 
     def bf16(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, scores: Tensor) -> Tensor:
         gate, up = (torch._grouped_mm(x, weight.mT, offs=ends) for weight in (w1, w3))
-        return torch._grouped_mm(scored_swiglu(gate, up, scores), w2.mT, offs=ends)
+        return torch._grouped_mm(operators.times_scores(silu(gate) * up, scores), w2.mT, offs=ends)
 
     def one_pass(arithmetic: str) -> Callable[..., Tensor]:
         return lambda x, w1, w3, w2, scores: experts.expert_rows(

@@ -49,11 +49,11 @@ from moelab.deepep import ops
 from moelab.deepep.buffer import exchange, open_exchange
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
 from moelab.deepep.dispatcher import padded
-from moelab.experts import draw_experts
 from moelab.model import DispatchPrecision
 from moelab.mxfp8.converter import MXFP8Experts
 from moelab.mxfp8.dispatch import quantised
 from moelab.mxfp8.quantise import BLOCK, E4M3
+from moelab.titan.routing import draw_experts
 
 TOKENS, FEATURES, HIDDEN = 48, 128, 64
 WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")

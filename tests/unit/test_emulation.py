@@ -20,7 +20,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
 from torchao.quantization.quantize_.common import KernelPreference
 
-from moelab.mxfp8.emulation import grouped_mm
+from moelab.mxfp8.experts import grouped_mm
 from moelab.mxfp8.quantise import (
     NVFP4_LEAST_AMAX,
     NotWholeBlocks,

@@ -21,7 +21,7 @@ from moelab.experiment import Experiment
 from moelab.layout import check, facts_of, faults, rules
 from moelab.model import shape_for
 from moelab.mxfp8.converter import LINEARS, MXFP8Converter
-from moelab.mxfp8.emulation import grouped_mm
+from moelab.mxfp8.experts import grouped_mm
 from moelab.mxfp8.quantise import NotWholeBlocks
 from moelab.titan.models import model_spec
 

@@ -18,10 +18,10 @@ from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_mx
 from torchtitan.models.common.moe import GroupedExperts
 
-from moelab.mxfp8 import quantised_experts as module
+from moelab.mxfp8 import operators
 from moelab.mxfp8.converter import MXFP8Experts
+from moelab.mxfp8.experts import QuantisedRows, expert_rows, place, quantised_experts
 from moelab.mxfp8.quantise import E4M3, expand, quantise
-from moelab.mxfp8.quantised_experts import QuantisedRows, expert_rows, place, quantised_experts
 
 RCEIL = ScaleCalculationMode.RCEIL
 GROUPS = [64, 0, 32, 96]  # rows of each expert, padded as a dispatcher pads them
@@ -112,13 +112,13 @@ def test_the_shapes_that_a_compiler_is_told_are_those_of_the_results() -> None:
     gate_up, rows, ends = gate_up.bfloat16(), rows.bfloat16(), torch.tensor([32, 32, 96], dtype=torch.int32)
     eight, weights = rows.t().contiguous().to(E4M3), [torch.randn(3, size, 64).bfloat16() for size in (32, 96)]
     calls: dict[Any, list[tuple[Any, ...]]] = {
-        module.quantised_swiglu: [(gate_up, None, "fp8"), (gate_up, scores, "mxfp8")],
-        module.quantised_swiglu_backward: [(gate_up, rows, None, "mxfp8"), (gate_up, rows, scores, "fp8")],
-        module.fp8_rows: [(rows,)],
-        module.fp8_weights: [(weights, False), (weights, True)],
-        module.fp8_turned: [(rows, scores, ends)],
-        module.fp8_wgrad: [(eight, eight, torch.ones(3, 64), torch.ones(3, 64), ends)],
-        module.turned: [(eight,)],
+        operators.quantised_swiglu: [(gate_up, None, "fp8"), (gate_up, scores, "mxfp8")],
+        operators.quantised_swiglu_backward: [(gate_up, rows, None, "mxfp8"), (gate_up, rows, scores, "fp8")],
+        operators.fp8_rows: [(rows,)],
+        operators.fp8_weights: [(weights, False), (weights, True)],
+        operators.fp8_turned: [(rows, scores, ends)],
+        operators.fp8_wgrad: [(eight, eight, torch.ones(3, 64), torch.ones(3, 64), ends)],
+        operators.turned: [(eight,)],
     }
     for operator, arguments in calls.items():
         for one in arguments:
@@ -209,8 +209,8 @@ def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bo
         sent = MXTensor.from_qdata_and_scales(rows.data_RD, e8m0, orig_dtype=torch.bfloat16, block_size=32)
         sent.scales = sent.scale  # torchao 0.18 looks for them under a name that they do not have
     gate_up, both = ours[0][1], torch.cat([w1, w3], 1).detach()
-    h_grad, (hidden, out) = ours[2][1], (module.swiglu(gate_up, scores.detach()), w2.detach())
-    gate_up_grad, again, _ = module.swiglu_backward(gate_up, h_grad, scores.detach())
+    h_grad, (hidden, out) = ours[2][1], (operators.swiglu(gate_up, scores.detach()), w2.detach())
+    gate_up_grad, again, _ = operators.swiglu_backward(gate_up, h_grad, scores.detach())
     assert torch.equal(again, hidden)
     how: Any = {"block_size": 32, "out_dtype": torch.bfloat16, "scale_calculation_mode": RCEIL}
     sm100.clear()
@@ -233,7 +233,7 @@ def test_native_mxfp8_products_are_what_torchao_computes(sm100: Any, arrived: bo
 
     if wgrad:  # the shapes that a compiler is told are those of the results
         torch.library.opcheck(
-            module.native_mxfp8_wgrads, (gate_up_grad, x, ends, 2), test_utils=("test_schema", "test_faketensor")
+            operators.native_mxfp8_wgrads, (gate_up_grad, x, ends, 2), test_utils=("test_schema", "test_faketensor")
         )
     emulated = torch.autograd.grad(
         expert_rows(rows, w1, w3, w2, ends, scores, f"mxfp8_emulated{wgrad}"), inputs, upstream
@@ -281,7 +281,7 @@ def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatc
     monkeypatch.setattr(torch, "_scaled_grouped_mm", multiply)
     emulated = run("fp8_wgrad_fp8")
     assert not products
-    monkeypatch.setattr(module, "_on_cuda", lambda _: True)
+    monkeypatch.setattr(operators, "on_cuda", lambda _: True)
     for ours, right in zip(run("fp8_wgrad_fp8"), emulated, strict=True):
         torch.testing.assert_close(ours, right, rtol=2**-6, atol=1e-2)
     assert products == [3, 3, 3, 3, 2, 2, 2]  # w1 beside w3 are one product, but for their weight gradients
@@ -289,8 +289,8 @@ def test_native_fp8_products_take_operands_as_torchao_hands_them_over(monkeypatc
 
 INTERPRETED = """
 import torch
-from moelab.mxfp8 import quantised_experts as defined
-from moelab.mxfp8 import quantised_experts_cuda as kernels
+from moelab.mxfp8 import operators as defined
+from moelab.mxfp8 import operators_cuda as kernels
 
 def powers(*shape):
     return (torch.randint(0, 2, shape) * 2 - 1) * 2.0 ** torch.randint(-3, 4, shape)

@@ -16,10 +16,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.protocols.module import Module
 
-from moelab.experts import draw_experts
 from moelab.titan.cpu import Fp32Gate
 from moelab.titan.models import model_spec
-from moelab.titan.routing import RANDOM_BALANCED, RandomBalancedRouter, random_balanced
+from moelab.titan.routing import RANDOM_BALANCED, RandomBalancedRouter, draw_experts, random_balanced
 
 # PyTorch has no FP32 autocast on a CPU and says so; tensors are in FP32 here anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")

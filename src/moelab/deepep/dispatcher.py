@@ -6,10 +6,10 @@ operators have no fake implementation). This one does both, as an override from 
     torchrun … -m torchtitan.train … --override.imports 'moelab.deepep.dispatcher.padded={"alignment": 16}'
 
 Path of a token: :func:`moelab.deepep.ops.dispatch` sends it once to each rank of its experts, where rows arrive in
-expert-major order, padded. The experts multiply them and apply the routing scores (:mod:`moelab.experts`), and
+expert-major order, padded. The experts multiply them and apply the routing scores (:mod:`moelab.mxfp8.experts`), and
 :func:`moelab.deepep.ops.combine` adds a token's rows on each rank before they travel back. Tokens may travel in 8 bits:
 they are quantised once, before the dispatch, and the first GEMMs take them as they arrive
-(:mod:`moelab.mxfp8.quantised_experts`). Why the shared expert does not compute meanwhile is in ``docs/torchtitan.md``.
+(:mod:`moelab.mxfp8.experts`). Why the shared expert does not compute meanwhile is in ``docs/torchtitan.md``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Dee
 from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels, open_exchange
 from moelab.errors import BadInput
-from moelab.experts import scored
 from moelab.layout.rules import PACKED_FEATURES
 from moelab.model import DispatchPrecision
+from moelab.mxfp8.experts import QuantisedRows, quantised_experts, require_bf16_wgrad, scored
 from moelab.mxfp8.quantise import quantise
-from moelab.mxfp8.quantised_experts import QuantisedRows, quantised_experts, require_bf16_wgrad
 
 PADDED = "moelab.deepep.dispatcher.padded"
 """Name for TorchTitan's ``override.imports``."""

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from moelab.deepep.buffer import Exchange, exchange
-from moelab.mxfp8.quantised_experts import place as gradient_place
+from moelab.mxfp8.experts import place as gradient_place
 
 NAMESPACE = "moelab_deepep"
 HANDLE_TENSORS = (

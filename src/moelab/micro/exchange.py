@@ -53,13 +53,13 @@ from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import BadInput, MoelabError
-from moelab.experts import draw_experts
 from moelab.files import write_json
 from moelab.machine import environment
 from moelab.micro.clock import Marks, interquartile_range
 from moelab.model import DispatchPrecision, shape_of
+from moelab.mxfp8.experts import QuantisedRows
 from moelab.mxfp8.quantise import expand
-from moelab.mxfp8.quantised_experts import QuantisedRows
+from moelab.titan.routing import draw_experts
 
 Backend = Literal["standard", "deepep"]
 Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
@@ -156,7 +156,7 @@ def plan(sizes: Sequence[Size], routings: Sequence[str], backends: Sequence[Back
 def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
     """Experts of each token, int64 ``(T, K)``, distinct in each row; random ones differ between ranks.
 
-    ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is :func:`moelab.experts.draw_experts`;
+    ``round_robin`` is TorchTitan's forced balance; ``random_balanced`` is :func:`moelab.titan.routing.draw_experts`;
     ``skewed`` draws distinct experts at random by a popularity that falls as a power law and is the same on all ranks.
     The last stands for a router early in training; it is made up, not learned. :class:`BadInput` for another routing.
     """

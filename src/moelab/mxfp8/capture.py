@@ -26,8 +26,8 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
-from moelab.experts import local
 from moelab.files import write_whole
+from moelab.mxfp8.experts import local
 
 FOLDER = "captures"
 MAX_ROWS = 4096

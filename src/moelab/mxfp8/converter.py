@@ -2,14 +2,14 @@
 
 TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
 kernels, and emulate elsewhere, so that an experiment means the same on every machine: the linears by torchao's
-emulation, the experts by :mod:`moelab.mxfp8.emulation`, which has the same numbers. Forward, dgrad and wgrad of each
+emulation, the experts by :mod:`moelab.mxfp8.experts`, which has the same numbers. Forward, dgrad and wgrad of each
 grouped GEMM are quantised (wgrad in BF16 on request).
 
 The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
 plain dispatcher stays and the emulation pads inside the grouped GEMM.
 
-FP8 experts are moelab's (:mod:`moelab.mxfp8.quantised_experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own experts
+FP8 experts are moelab's (:mod:`moelab.mxfp8.experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own experts
 train in BF16 whenever they are spread over ranks: they quantise where a weight is torchao's wrapper
 (``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands out plain tensors
 (``spmd_types.shard`` in ``distributed/spmd_types.py``). No message says so; only the kernels of a traced step show it.
@@ -41,10 +41,9 @@ from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
 from moelab.hardware import GROUP_PADDING
-from moelab.mxfp8 import emulation
+from moelab.mxfp8.experts import grouped_mm, quantised_experts
 from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK
-from moelab.mxfp8.quantised_experts import quantised_experts
 
 LINEARS = ("attention", "shared_experts", "feed_forward")
 """Parts of the names of the linears that are quantised: never the router, the embedding or the vocabulary head."""
@@ -85,7 +84,7 @@ class MXFP8Experts(_TitanExperts):
         """Multiply ``A`` (M, K) by ``B_t`` (G, K, N), group by group; groups end at ``offs``."""
         if self._kernels == "emulated":
             how: dict[str, Any] = {"wgrad": self._wgrad, "pad_inside": self._pad_inside}
-            return emulation.grouped_mm(A, B_t, offs, **how, precision=self.multiplies_in)
+            return grouped_mm(A, B_t, offs, **how, precision=self.multiplies_in)
         # TorchTitan's, by torchao's kernels with the settings above.
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 

@@ -5,7 +5,7 @@ An override from outside TorchTitan's tree, for experts that :mod:`moelab.mxfp8.
     torchrun … -m torchtitan.train … --override.imports moelab.mxfp8.dispatch.quantised
 
 A token travels to its experts as E4M3 with a scale for 32 features, 33/64 of its bytes in BF16, and enters the first
-grouped GEMMs as it arrives (:mod:`moelab.mxfp8.quantised_experts`). What arrives quantised along the features cannot be
+grouped GEMMs as it arrives (:mod:`moelab.mxfp8.experts`). What arrives quantised along the features cannot be
 scaled along the tokens, so the experts' weight gradient is BF16. It is torchao's MXFP8 all-to-all
 (``prototype/moe_training/ep``) in plain PyTorch, with its numbers:
 
@@ -47,9 +47,9 @@ from torchtitan.models.common.token_dispatcher import (
 
 from moelab.errors import BadInput
 from moelab.hardware import GROUP_PADDING
+from moelab.mxfp8.experts import QuantisedRows, place, quantised_experts, require_bf16_wgrad
 from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK, E4M3, expand, quantise_mxfp8
-from moelab.mxfp8.quantised_experts import QuantisedRows, place, quantised_experts, require_bf16_wgrad
 
 QUANTISED = "moelab.mxfp8.dispatch.quantised"
 """Name for TorchTitan's ``override.imports``."""

@@ -1,7 +1,7 @@
 """Which MXFP8 kernels this process can run: torchao's native ones on SM100 and SM103, the emulation anywhere else.
 
 Native means real MXFP8 tensor-core GEMMs. Emulated means that every operand is quantised to MXFP8, expanded again and
-multiplied in BF16 (:mod:`moelab.mxfp8.emulation`): the numerics of MXFP8 at more than the cost of BF16, so an emulated
+multiplied in BF16 (:mod:`moelab.mxfp8.experts`): the numerics of MXFP8 at more than the cost of BF16, so an emulated
 run says nothing about speed.
 
 torchao 0.18.0 writes the quantisation kernels of SM100 in CuTeDSL and builds them at run time. It checks that the

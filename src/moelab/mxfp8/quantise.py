@@ -245,14 +245,14 @@ def _with_signs(rounded: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("moelab::fake_quantise_nvfp4", mutates_args=())
-def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool = False) -> torch.Tensor:
+def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor | None, by_columns: bool = False) -> torch.Tensor:
     """Quantise to NVFP4 and expand again: E2M1 elements, an E4M3 scale for 16 of them, an FP32 scale for a tensor.
 
     What counts as a tensor is one expert's: its tokens, or its weight.
 
     Args:
         x: BF16, ``(M, C)`` with an expert's rows after another's, or a weight ``(G, N, C)``.
-        ends_G: int32, where each expert's rows end; not looked at for a weight.
+        ends_G: int32, where each expert's rows end; None for a weight.
         by_columns: of ``(M, C)`` alone, blocks along M, with every end a multiple of 16, and the result transposed, as
             :func:`fake_quantise_columns` has it.
 
@@ -264,7 +264,7 @@ def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool 
     Raises:
         NotWholeBlocks: if the axis of the blocks is not a multiple of 16.
     """
-    if x.ndim == 3:
+    if ends_G is None:
         amax = x.abs().amax((1, 2)).view(-1, 1, 1, 1)
     else:
         row_M = torch.arange(x.shape[0], device=x.device, dtype=ends_G.dtype)
@@ -283,7 +283,7 @@ def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool 
 
 
 @fake_quantise_nvfp4.register_fake
-def _(x: torch.Tensor, ends_G: torch.Tensor, by_columns: bool = False) -> torch.Tensor:
+def _(x: torch.Tensor, ends_G: torch.Tensor | None, by_columns: bool = False) -> torch.Tensor:
     return empty_transposed(x) if by_columns else x.new_empty(x.shape)
 
 

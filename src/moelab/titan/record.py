@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.tools.logging import logger
 
-from moelab.experts import local
 from moelab.files import write_json
 from moelab.mxfp8.converter import NothingConverted, converted_modules
+from moelab.mxfp8.experts import local
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE
 from moelab.runs.expert_load import ExpertLoadFile
 

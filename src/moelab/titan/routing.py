@@ -12,7 +12,7 @@ routing                   experts of a token                                    
 
 A dispatcher that sends a token once per destination is flattered by ``round_robin``: with 256 experts, top-8 and EP 32
 all copies of a token go to one rank. :class:`RandomBalancedRouter` keeps the balance without that advantage.
-:func:`moelab.experts.draw_experts` draws the experts.
+:func:`draw_experts` draws the experts.
 
 Why the default random generator and not a counter: with activation checkpointing, a layer repeats its forward pass
 during the backward pass, and with a pipeline many micro-batches later. A counter in the router would have moved on, and
@@ -27,6 +27,7 @@ The router's group-limited top-k does not matter here: its choice is discarded, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,44 @@ from torch import distributed as dist
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
-from moelab.experts import draw_experts
-
 # Shape suffixes: B batch, L sequence length, E experts, K experts per token, P permutations.
 
 RANDOM_BALANCED = "moelab.titan.routing.random_balanced"
 """Name for TorchTitan's ``override.imports``."""
+GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+def draw_experts(tokens: int, experts: int, top_k: int, *, rank: int, device: torch.device) -> torch.Tensor:
+    """Distinct experts for each token, at random from the default generator, with equal load.
+
+    A random permutation of all experts, read in a circle, gives the tokens their experts, top-k at a time, until tokens
+    and circle end together; then comes the next permutation. A window of a random permutation is a uniformly random set
+    of distinct experts, and whole circles load every expert alike; only the last permutation may be cut short, so loads
+    differ by one at most.
+
+    TorchTitan seeds all ranks of a pipeline stage alike, so ``rank`` shifts the draw: random keys in [0, 1) are moved
+    round the unit circle by another amount for each rank and expert, which leaves them uniform (a Cranley-Patterson
+    rotation) and orders them anew.
+
+    The draw is made on the device, and nothing is read back from it.
+
+    Returns:
+        int64 ``(tokens, top_k)``; each expert occurs ``tokens * top_k / experts`` times, rounded down or up.
+
+    Example:
+        >>> ids = draw_experts(16, 8, 2, rank=0, device=torch.device("cpu"))
+        >>> torch.bincount(ids.flatten()).tolist()
+        [4, 4, 4, 4, 4, 4, 4, 4]
+    """
+    slots = tokens * top_k
+    circle = math.lcm(experts, top_k)  # slots after which a permutation and a token end together
+    permutations = -(-slots // circle)
+    keys_PE = torch.rand((permutations, experts), device=device)
+    # Multiples of an irrational number: no two ranks are shifted alike, however many there are.
+    shift_E = (rank * GOLDEN_RATIO % 1.0) * torch.arange(experts, device=device)
+    ids_PE = ((keys_PE + shift_E) % 1.0).argsort(dim=-1)  # the order of random keys is a random permutation
+    ids = ids_PE.unsqueeze(1).expand(permutations, circle // experts, experts).reshape(-1)
+    return ids[:slots].view(tokens, top_k)
 
 
 class RandomBalancedRouter(TokenChoiceTopKRouter):

@@ -40,9 +40,9 @@ from torchtitan.trainer import Trainer
 
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
-from moelab.experts import local
 from moelab.machine import cores
 from moelab.mxfp8.converter import converted_modules
+from moelab.mxfp8.experts import local
 from moelab.titan import cpu
 from moelab.titan.config_registry import assume_gpu, trainer_config
 

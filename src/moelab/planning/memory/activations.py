@@ -7,7 +7,7 @@ PyTorch's allocator said was alive at the end of a forward pass on an H100 (``be
 layer keeps the same tensors, except that outputs of experts are combined in BF16 and SiLU's output is recomputed.
 With moelab's DeepEP dispatcher (``moelab/deepep``) the rows arrive in the experts' order and are kept once, and the
 experts' outputs are not kept, because the scores are applied before the last product. moelab's quantised experts keep
-gate and up, and make their product again (``moelab/mxfp8/quantised_experts.py``).
+gate and up, and make their product again (``moelab/mxfp8/experts.py``).
 
 Letters: ``t`` tokens of the micro-batch on this rank's sequence, ``s`` the share of them that sequence parallelism
 leaves in the residual stream, ``n`` routed copies that this rank sends, ``r`` rows that its experts receive.

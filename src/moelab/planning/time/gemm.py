@@ -394,7 +394,7 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
 
 
 def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, float]:
-    """FP8 experts of moelab (``moelab/mxfp8/quantised_experts_cuda.py``).
+    """FP8 experts of moelab (``moelab/mxfp8/operators_cuda.py``).
 
     SwiGLU is elementwise work elsewhere; forward its result is written in 8 bits and not in BF16, which is left out.
     """

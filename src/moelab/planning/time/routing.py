@@ -231,7 +231,7 @@ def draw_expert_ids(
 
 
 def _balanced(rng: np.random.Generator, tokens: int, experts: int, top_k: int) -> ExpertIds:
-    """Random permutations read in circles, as ``moelab.experts.draw_experts`` does."""
+    """Random permutations read in circles, as ``moelab.titan.routing.draw_experts`` does."""
     slots, circle = tokens * top_k, math.lcm(experts, top_k)
     order_PE = rng.random((-(-slots // circle), experts)).argsort(axis=-1)  # a permutation for each circle
     return np.tile(order_PE, (1, circle // experts)).reshape(-1)[:slots].reshape(tokens, top_k).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The operators of ``quantised_experts.py`` on CUDA: Triton kernels that read each operand once.
+"""The operators of ``operators.py`` on CUDA: Triton kernels that read each operand once.
 
 All of them are bound by memory. A program holds a whole row (F or K values, in registers), because a scale of FP8
 belongs to a row; what is transposed needs a second pass, for a scale that belongs to a column. The arithmetic is
@@ -13,7 +13,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from moelab.mxfp8 import quantised_experts as operators
+from moelab.mxfp8 import operators
 from moelab.mxfp8.quantise import BLOCK
 
 WARPS = 8
