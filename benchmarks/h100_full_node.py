@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from validation.full_node import ARMS, predicted_file
+from validation.node import EP_DEGREES, SCALING
 from validation.shapes import DEEPEST, SMALL
 from validation.table import full_node_rows
 
@@ -43,7 +44,7 @@ from moelab.health.slow import judge
 from moelab.launch.cluster import read_cluster
 from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, git_commit, gpus
-from moelab.planning.measured import DRY_RUN, EP_DEGREES, FULL_NODE, SCALING, Measurement, load_measured
+from moelab.planning.measured import DRY_RUN, FULL_NODE, Measurement, load_measured
 from moelab.privacy import each_text, without_places
 
 HERE = Path(__file__).parent

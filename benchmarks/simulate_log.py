@@ -16,12 +16,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+from validation.published import published_job
 
 from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.experiment import Experiment
 from moelab.model import flops_per_token, shape_for
 from moelab.planning.plan import plan
-from moelab.planning.published import published_job
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.step import tps_of
 

@@ -19,10 +19,9 @@ import pandas as pd
 from moelab.files import write_whole
 from moelab.machine import git_commit
 from moelab.planning.time.calibration import fitted
-from moelab.planning.validation import errors_by_kind
 
 from .gemm_fit import fit_file
-from .table import goals, not_predicted, refit, table_file, table_rows, with_errors
+from .table import errors_by_kind, goals, not_predicted, refit, table_file, table_rows, with_errors
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "src" / "moelab" / "data", ROOT / "docs" / "measurements.md"

@@ -19,23 +19,15 @@ import numpy as np
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.layout.schedule import split_layers
-from moelab.planning.measured import (
-    EP_DEGREES,
-    FULL_NODE,
-    ROUTINGS,
-    SCALING,
-    TWO_BY_TWO,
-    Measurement,
-    hardware_of,
-    load_measured,
-    node_results,
-)
+from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
-from moelab.planning.time.calibration import CALIBRATION, Calibration, drawn
+from moelab.planning.time.calibration import CALIBRATION, Calibration
 from moelab.planning.time.job import Job
 from moelab.planning.time.step import step_parts_s, tps_of
-from moelab.planning.uncertainty import CONFIDENCE, outside, relative_width
+from moelab.planning.trust import CONFIDENCE, DEVIATIONS, outside, relative_width
 
+from .node import EP_DEGREES, ROUTINGS, SCALING, hardware_of, node_results
+from .published import drawn
 from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
 
 HARDWARE = ("h100_node", "h200_node")
@@ -44,8 +36,6 @@ ARMS = (STOCK, "bf16_deepep", "fp8_standard", "fp8_deepep", "fp8_deepep_dispatch
 MEMORY_MARGIN = 0.06
 """Memory that is left free: the worst error of the memory model on H100."""
 DRAWS, SEED = 50, 20261128
-NORMAL_90 = 1.645
-"""Standard deviations to either side that hold 90 % of a normal distribution."""
 
 
 def predicted_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
@@ -119,7 +109,7 @@ def _predicted(
         width = relative_width(parts_s, extrapolated=bool(outside(job)))
         gain, *others = (mine / stock for mine, stock in zip(tps[arm], tps[STOCK], strict=True))
         spread = statistics.stdev(math.log(one) for one in others)
-        wide = math.exp(NORMAL_90 * math.hypot(spread, error * (arm != STOCK)))
+        wide = math.exp(DEVIATIONS * math.hypot(spread, error * (arm != STOCK)))
         yield {
             **{"hardware": hardware, "shape": shape, "ep": ep, "routing": routing, "arm": arm},
             "tps": round(tps[arm][0], 1),

@@ -23,6 +23,7 @@ from moelab.micro.grouped_gemm import GroupedPrecision
 from moelab.model import BYTES_PER_ELEMENT, shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
 from moelab.planning.memory.activations import BF16
+from moelab.planning.tables import ValidationRow
 from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.exchange import (
     PERMUTATIONS,
@@ -35,7 +36,6 @@ from moelab.planning.time.exchange import (
 from moelab.planning.time.gemm import Rates, grouped_time_s, rates_of
 from moelab.planning.time.memory_bound import memory_rate
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
-from moelab.planning.validation import ValidationRow
 
 from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
 

@@ -10,8 +10,9 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.model import ModelShape, shape_of
-from moelab.planning.measured import SCALING
 from moelab.planning.time.job import Job, job_of
+
+from .node import SCALING
 
 
 @dataclass(frozen=True, kw_only=True)

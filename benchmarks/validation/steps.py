@@ -37,13 +37,15 @@ from moelab.layout import check
 from moelab.layout.sharding import StageModules
 from moelab.model import SHAPES, ModelShape
 from moelab.model.hugging_face import read_model
-from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, hardware_of, load_measured, node_results
+from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
+from moelab.planning.tables import ValidationRow
 from moelab.planning.time.job import MEGATRON, Job, Stack, job_of, titan
-from moelab.planning.validation import H100_LATER, NOW, ValidationRow
 
 from .full_node import node_job
+from .node import hardware_of, node_results
 from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
+from .sources import H100_LATER, NOW
 
 HERE = Path(__file__).parent
 ROW_CELLS = ("source", "name", "date", "kind", "unit", "inferred", "reference")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,36 +12,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.optimize import root
+from scipy.stats import beta
 
 from moelab.errors import BadInput
-from moelab.experiment import Routing
-from moelab.planning.measured import (
-    FULL_NODE,
-    TWO_BY_TWO,
-    Measurement,
-    Place,
-    hardware_of,
-    load_measured,
-    load_predicted,
-    node_results,
-)
-from moelab.planning.published import identification_lines, projected_two_by_two
+from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
+from moelab.planning.tables import ONE_NODE, ValidationRow, coverage, median_error, timed
 from moelab.planning.time.calibration import CALIBRATION, Calibration, fitted, with_values
 from moelab.planning.time.step import step_parts_s, tps_of
-from moelab.planning.uncertainty import outside, relative_width
-from moelab.planning.validation import (
-    NOUS,
-    NOW,
-    ONE_NODE,
-    ValidationRow,
-    coverage,
-    errors_by_kind,
-    median_error,
-    median_width,
-    timed,
-)
+from moelab.planning.trust import outside, relative_width
 
+from .node import Place, hardware_of, load_predicted, node_results
 from .parts import Part, all_parts
+from .published import published_tables
+from .sources import NOUS, NOW
 from .steps import HERE, Step, all_steps
 from .waterfall import waterfall
 
@@ -62,6 +46,65 @@ class Goal:
     reached: Callable[[Sequence[ValidationRow]], float]
     least: float = 0.0
     most: float
+
+
+def median_width(rows: Sequence[ValidationRow]) -> float:
+    """Median of the upper half of the intervals, percent of the prediction."""
+    return float(np.median([100 * (row.interval[1] / row.predicted - 1) for row in rows if row.interval]))
+
+
+KINDS = ("fitted", "seen", "blind")
+WHOSE: dict[str, Callable[[ValidationRow], bool]] = {
+    "steps of others, TorchTitan": lambda row: row.public and row.stack == TITAN,
+    "steps of others, another stack": lambda row: row.public and row.stack != TITAN,
+    "steps of this project": lambda row: not row.public,
+}
+"""Of other stacks nobody can ask a projection: they show what the terms are worth, not what a user gets."""
+
+
+def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
+    """Errors of whole steps, of memory and of parts, by kind and by who measured them.
+
+    Returns:
+        A row for each that has any, with the number of rows, the median size of the error and the mean error in
+        percent, the share of rows within 15 %, and of steps how many lie in their 90 % interval, with the 90 % interval
+        of that share (Clopper and Pearson), and how wide the median one is, ± percent.
+    """
+    groups = [
+        (f"{whose}, {kind}", [row for row in timed(rows) if is_theirs(row) and row.kind == kind])
+        for whose, is_theirs in WHOSE.items()
+        for kind in KINDS
+    ]
+    groups += [("memory of others", [row for row in rows if row.of == "memory" and row.kind != "fitted"])]
+    groups += [(f"parts, {kind}", [row for row in rows if row.of == "part" and row.kind == kind]) for kind in KINDS]
+    table = []
+    for name, group in groups:
+        if group:
+            shares = {"in their interval": np.nan, "from": np.nan, "to": np.nan, "median interval": np.nan}
+            if group[0].interval:  # only steps have one
+                low, high = share_interval(sum(row.inside for row in group), len(group))
+                shares = {"in their interval": coverage(group), "from": low, "to": high}
+                shares |= {"median interval": median_width(group)}
+            errors = [row.error for row in group]
+            within = 100 * float(np.mean([abs(error) <= 15 for error in errors]))
+            table.append(
+                {
+                    "rows": name,
+                    "n": len(group),
+                    "median error": median_error(group),
+                    "mean error": float(np.mean(errors)),
+                    "within 15 %": within,
+                    **shares,
+                }
+            )
+    return pd.DataFrame(table).set_index("rows").round(1)
+
+
+def share_interval(hits: int, of: int) -> tuple[float, float]:
+    """90 % interval of a share, percent."""
+    low = beta.ppf(0.05, hits, of - hits + 1) if hits else 0.0
+    high = beta.ppf(0.95, hits + 1, of - hits) if hits < of else 1.0
+    return 100 * float(low), 100 * float(high)
 
 
 def of_others(row: ValidationRow) -> bool:
@@ -112,14 +155,14 @@ def not_predicted() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+TITAN = "TorchTitan"
 BEGIN, END = "<!-- written by python -m benchmarks.validation --write -->", "<!-- end of what it wrote -->"
 
 
 def with_errors(page: str, rows: Sequence[ValidationRow]) -> str:
     """A page of the documentation with errors by kind, the goals and what stays open between its two marks."""
     tables = (errors_by_kind(rows).map("{:g}".format).replace("nan", "–"), pd.DataFrame(goals(rows)).set_index("goal"))
-    forced, random = (projected_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
-    open_ = [f"- {line.strip()}" for line in identification_lines(forced, random)]
+    open_ = [f"- {line.strip()}" for line in published()["left_open"]]
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     blocks = [*(_markdown(table) for table in tables), "What the published study leaves open:", "\n".join(open_)]
@@ -153,10 +196,18 @@ def table_file(*, date: str, git_commit: str | None) -> dict[str, Any]:
         "date": date,
         "git_commit": git_commit,
         "goals": goals(rows),
+        "errors": json.loads(errors_by_kind(rows).reset_index().to_json(orient="records")),
         "not_predicted": not_predicted(),
+        **published(),
         "rows": [asdict(row) for row in rows],
         "waterfall": [{"name": one.name, "tps": six_digits(one.tps)} for one in waterfall(steps())],
     }
+
+
+@functools.cache
+def published() -> dict[str, Any]:
+    """Tables of the published study."""
+    return published_tables()
 
 
 def table_rows() -> list[ValidationRow]:
@@ -184,7 +235,8 @@ def six_digits(value: float) -> float:
 
 def rows_of_step(step: Step) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
-    rows, row = [], step.row  # a step may have a speed, a memory, or both
+    stack = TITAN if step.job.stack.host == "torch" else step.job.stack.name
+    rows, row = [], replace(step.row, stack=stack)  # a step may have a speed, a memory, or both
     if row.unit != "GiB":
         value, interval = predicted_by(step, CALIBRATION)
         rows.append(

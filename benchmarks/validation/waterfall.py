@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from moelab.planning.tables import Change
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.job import Job
 from moelab.planning.time.step import tps_of
-from moelab.planning.validation import BRIDGE_SOURCE, PUBLISHED, Change
 
+from .sources import BRIDGE_SOURCE, PUBLISHED
 from .steps import Step
 
 

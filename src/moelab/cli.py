@@ -120,7 +120,7 @@ def _plan(o: argparse.Namespace) -> Answer:
 
 def _project(o: argparse.Namespace) -> Answer:
     given = {"arm": o.arm, "from_hf": o.from_hf, "load": o.load, "calibration": o.calibration}
-    return moelab.project(o.file, **given, **_fields(o))
+    return moelab.project(o.file, document_tokens=o.document_tokens, **given, **_fields(o))
 
 
 def _explain(o: argparse.Namespace) -> Answer:
@@ -259,6 +259,8 @@ def _add_project(project: argparse.ArgumentParser) -> None:
     _add_source(project, "project")
     constants_help = "use the constants that moelab explain --fit saved: a name or a path"
     project.add_argument("--calibration", metavar="NAME", help=constants_help)
+    documents_help = "mean length of your documents, which attention keeps apart in a sequence; default: the dataset's"
+    project.add_argument("--document-tokens", type=float, metavar="N", help=documents_help)
 
 
 def _add_explain(explain: argparse.ArgumentParser) -> None:

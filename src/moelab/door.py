@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TextIO, TypeVar
 
 from moelab import experiment_file
-from moelab.errors import BadInput, MoelabError
+from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, parse_overrides
 from moelab.privacy import each_text, without_secrets
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from moelab.planning.advice import Recommendation
     from moelab.planning.plan import Plan
     from moelab.planning.project import Projection
-    from moelab.planning.search import SearchResult
     from moelab.runs.collect import Collected
     from moelab.runs.directory import Discovery, RunDir
     from moelab.runs.status import Status
@@ -212,7 +211,9 @@ def _assumed(known: Mapping[str, Any], *, searches: bool) -> dict[str, Any]:
 
     if not searches:
         return {"seq_len": ASSUMED_SEQ_LEN}
-    local_batch = max(1, ASSUMED_TOKENS // int(known.get("seq_len", ASSUMED_SEQ_LEN)))
+    # What is no length is for the experiment to refuse.
+    seq_len = known.get("seq_len", ASSUMED_SEQ_LEN)
+    local_batch = max(1, ASSUMED_TOKENS // seq_len) if isinstance(seq_len, int) and seq_len > 0 else 1
     fields = {"seq_len": ASSUMED_SEQ_LEN, "compile": "model+loss", "dataset": "c4", "local_batch": local_batch}
     if "hardware" in known:
         hardware = known["hardware"]  # a file of one's own has been read already
@@ -494,8 +495,8 @@ class Projected(Answer):
     """Predicted steps of arms."""
 
     arms: Mapping[str, Projection]
-    better: Mapping[str, Projection | None]  # layouts that are predicted to be faster
-    name: str  # in a command that lists more of them
+    refused: Mapping[str, str]  # arms that cannot be projected, with the reason
+    name: str  # in a command that finds other layouts
 
     @property
     def tps(self) -> float:
@@ -508,28 +509,19 @@ class Projected(Answer):
         return next(iter(self.arms.values())).interval
 
     @property
-    def _advice(self) -> str:
-        from moelab.planning.advice import better_text
-
-        return better_text(self.better, self.arms, self.name)
-
-    @property
     def _text(self) -> str:
         from moelab.planning.project import arms_text, projection_text
 
         (first, *others) = self.arms.values()
-        return (arms_text(self.arms) if others else projection_text(first)) + self._advice
+        text = arms_text(self.arms, self.refused) if others or self.refused else projection_text(first)
+        return f"{text}\nother layouts: moelab plan {self.name} --search"
 
     @property
     def _json(self) -> dict[str, Any]:
-        from moelab.planning.search import chosen_fields
-
-        each = {}
-        for arm, one in self.arms.items():
-            layout = self.better[arm]
-            better = {"tps": layout.tps, "set": chosen_fields(layout.experiment)} if layout else None
-            each[arm] = one.to_json() | {"better": better}
-        return {"arms": each} if len(each) > 1 else next(iter(each.values()))
+        each = {arm: one.to_json() for arm, one in self.arms.items()}
+        if len(each) == 1 and not self.refused:
+            return next(iter(each.values()))
+        return {"arms": each, "refused": dict(self.refused)}
 
     def frame(self) -> pd.DataFrame:
         """A row for each arm: tokens/s per GPU with its interval, gain over the first arm, seconds of a step."""
@@ -543,7 +535,7 @@ class Projected(Answer):
                 "high": one.interval[1],
                 "over the first (%)": 100 * (one.tps / self.tps - 1),
                 "step_time_s": one.step_time_s,
-                "mfu": one.mfu["causal"],
+                "mfu": one.mfu["computed"],
                 "label": one.label,
             }
             for arm, one in self.arms.items()
@@ -579,9 +571,10 @@ class Projected(Answer):
             parts = sorted(first.breakdown_s.items(), key=lambda part: -part[1])
             rows = [{"part": name, "seconds": s, "share (%)": 100 * s / first.step_time_s} for name, s in parts if s]
             yield _table(rows, "parts of the step", {"share (%)": 1})
-        reasons = [words for one in self.arms.values() for words in (*one.rests_on, *one.notes)]
-        yield from dict.fromkeys(reasons)
-        yield from self._advice.splitlines()
+        from moelab.planning.project import remarks
+
+        yield from dict.fromkeys(words for one in self.arms.values() for words in remarks(one))
+        yield from (f"{arm} is not projected: {why}" for arm, why in self.refused.items())
 
 
 @_refusing_unknown_names
@@ -593,6 +586,7 @@ def project(
     from_hf: str | None = None,
     load: str | Path | None = None,
     calibration: str | None = None,
+    document_tokens: float | None = None,
     **fields: Any,
 ) -> Projected:
     """Predict tokens/s per GPU and where the time of a step goes.
@@ -603,42 +597,46 @@ def project(
         from_hf: as of :func:`plan`.
         load: as of :func:`plan`.
         calibration: constants that ``explain(…, fit=NAME)`` saved: a name or a path.
+        document_tokens: mean length of the documents in a sequence; the dataset's if it is not given.
         fields: of every experiment.
 
     Raises:
         BadInput: for an unknown or invalid value, or hardware without the figures that a projection needs.
-        Refused: if an arm is illegal or does not fit.
+        Refused: if no arm can be projected; of several, those that cannot are named in the answer.
 
     Example:
         >>> project("671B_b200_x256", arm="mxfp8_deepep").frame()["arm"][0]
         'mxfp8_deepep_round-robin'
     """
     from moelab.planning import project as planning
-    from moelab.planning.advice import better_layout
 
     chosen = _chosen(source, from_hf, arm, fields)
-    constants = _calibration(calibration)
-    arms = {
-        one.arm: planning.project(one, calibration=constants, constants=_constants(load, one)) for one in chosen.arms
-    }
-    better = {name: better_layout(one, constants) for name, one in arms.items()}
-    return Projected(arms=arms, better=better, name=chosen.name, asides=chosen.assumed)
+    options = {"calibration": _calibration(calibration), "document_tokens": document_tokens}
+    arms: dict[str, Projection] = {}
+    refused: dict[str, str] = {}
+    for one in chosen.arms:
+        try:
+            arms[one.arm] = planning.project(one, constants=_constants(load, one), **options)
+        except Refused as error:
+            if len(chosen.arms) == 1:
+                raise
+            refused[one.arm] = str(error)
+    if not arms:
+        raise Refused("\n".join(f"{arm}: {why}" for arm, why in refused.items()))
+    return Projected(arms=arms, refused=refused, name=chosen.name, asides=chosen.assumed)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Found(Answer):
     """The best layouts."""
 
-    experiment: Experiment  # that was searched for
-    by_speed: Recommendation | None
-    plain: SearchResult | None  # where no speed can be predicted
+    advice: Recommendation
     name: str = ""  # of a model of Hugging Face
 
     @property
     def layouts(self) -> tuple[Experiment, ...]:
         """The experiment in each layout, the best first; empty where none fits."""
-        found = self.by_speed.ranked if self.by_speed else self.plain.candidates if self.plain else ()
-        return tuple(one.experiment for one in found)
+        return tuple(one.experiment for one in self.advice.ranked)
 
     @property
     def best(self) -> Experiment:
@@ -658,21 +656,13 @@ class Found(Answer):
 
     @property
     def _text(self) -> str:
-        from moelab.layout import check
-        from moelab.planning.advice import recommendation_text, search_text
+        from moelab.planning.advice import recommendation_text
 
-        if self.by_speed:
-            return recommendation_text(self.by_speed, self.name)
-        assert self.plain is not None
-        reasons = () if self.plain.legal else check(self.experiment).reasons
-        return "\n".join([search_text(self.plain), *reasons])
+        return recommendation_text(self.advice, self.name)
 
     @property
     def _json(self) -> dict[str, Any]:
-        if self.by_speed:
-            return self.by_speed.to_json(self.name)
-        assert self.plain is not None
-        return self.plain.to_json()
+        return self.advice.to_json(self.name)
 
     def frame(self) -> pd.DataFrame:
         """A row for each layout, the best first: its fields, and its speed where that is predicted."""
@@ -683,16 +673,13 @@ class Found(Answer):
         return pd.DataFrame(rows)
 
     def _parts(self) -> Iterator[str | TableView | Folded]:
-        if not self.by_speed:
-            yield _table(self.frame(), "layouts, the best first; no speed is predicted here")
-            return
         from moelab.planning.advice import answer_lines
         from moelab.viz.layout import best_layouts, technique_gains
 
-        yield from answer_lines(self.by_speed, self.name)
-        if self.by_speed.ranked:
-            yield best_layouts(self.by_speed)
-            yield technique_gains(self.by_speed)
+        yield from answer_lines(self.advice, self.name)
+        if self.advice.ranked:
+            yield best_layouts(self.advice)
+            yield technique_gains(self.advice)
 
 
 @_refusing_unknown_names
@@ -728,11 +715,8 @@ def search(
         >>> found.best.world_size
         16
     """
-    from moelab.hardware import gpu_of
     from moelab.planning.advice import recommend
-    from moelab.planning.plan import headroom_gib
     from moelab.planning.search import VARIED
-    from moelab.planning.search import search as search_layouts
 
     for name, number in {"limit": limit, "global_batch": global_batch}.items():
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
@@ -742,18 +726,11 @@ def search(
         of_gpus, asides = _cluster_of_gpus(gpus, fields)
         fields |= of_gpus
     chosen = _chosen(source, from_hf, arm, fields, searches=True)
-    experiment, given = chosen.only, fields.keys()
-    fixed = sorted(given & set(VARIED))
-    sizes: dict[str, Any] = {"limit": limit, "global_batch": global_batch}
-    # Without the GPU's peak rates there is no speed to rank layouts by, only their legality and memory.
-    by_speed = plain = None
-    if gpu_of(experiment.hardware).bf16_tflops is not None:
-        by_speed = recommend(experiment, fixed=[*fixed, *sorted(given & {"activation_checkpoint"})], **sizes)
-    else:
-        plain = search_layouts(experiment, fixed=fixed, headroom_gib=headroom_gib(experiment), **sizes)
+    fixed = fields.keys() & {*VARIED, "activation_checkpoint"}
+    advice = recommend(chosen.only, fixed=fixed, limit=limit, global_batch=global_batch)
     name = chosen.model.source if chosen.model else ""
     asides += chosen.assumed
-    found = Found(experiment=experiment, by_speed=by_speed, plain=plain, name=name, asides=asides)
+    found = Found(advice=advice, name=name, asides=asides)
     if found.layouts and write:
         _write(write, found.best)
     return found
@@ -1140,6 +1117,7 @@ def submit(
     """
     from moelab.launch import submit as launch
     from moelab.launch.cluster import read_cluster
+    from moelab.planning.project import foresee
 
     study = read_study(source, **fields)
     if arm:
@@ -1148,11 +1126,11 @@ def submit(
     place = read_cluster(cluster, cluster_set)
     folder = Path(runs or place.runs or runs_folder())
     if dry_run:
-        done = launch.dry_run(study, folder, place, after=after)
+        done = launch.dry_run(study, folder, place, foresee=foresee, after=after)
     elif adopt:
         done = launch.adopt(study, folder, adopt)
     else:
-        done = launch.submit(study, folder, place, after=after)
+        done = launch.submit(study, folder, place, foresee=foresee, after=after)
     return Submitted(done=done, dry_run=dry_run)
 
 
@@ -1536,7 +1514,10 @@ def doctor(
         return Examined(found=examine(hardware=hardware, smoke=smoke))
     from moelab.health.preflight import preflight
     from moelab.launch.cluster import read_cluster
+    from moelab.planning.project import foresee
 
     place = read_cluster(cluster, cluster_set)
     study = read_study(file) if file else None
-    return Examined(found=preflight(place, study, Path(runs or place.runs or runs_folder()), ask_nodes=nodes))
+    return Examined(
+        found=preflight(place, study, Path(runs or place.runs or runs_folder()), ask_nodes=nodes, foresee=foresee)
+    )

@@ -17,8 +17,7 @@ from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.health.doctor import examine
 from moelab.micro.numerics import GroupedGemm, compare_products, synthetic
 from moelab.planning.gemm_fit import fit_b200
-from moelab.planning.published import projected_two_by_two, published_parts
-from moelab.planning.sweep import by_gpus, by_network
+from moelab.planning.tables import projected_two_by_two
 from moelab.planning.time.routing import RoutingModel
 from moelab.study_report import judge_paths
 from moelab.traces.against import packaged_steps
@@ -63,7 +62,6 @@ ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "08_project_to_cluster": {
         "my_gain_percent = 45.0": ("my_gain_percent = 88.0",),
         "my_standard, my_deepep = False, True": ("my_standard, my_deepep = True, False",),
-        "my_gpus = 256": ("my_gpus = 1024",),
     },
     "09_launch_and_watch_run": {
         "my_signal_s = 300": ("my_signal_s = 1200",),
@@ -88,12 +86,10 @@ def products() -> Any:
 
 
 def of_projection() -> dict[str, Any]:
-    answers = published_parts(projected_two_by_two())
-    experiment = parameters_of("08_project_to_cluster").to_experiment()
+    answers = projected_two_by_two().parts_s
     return {
         "parts": {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()},
-        "points": by_network(experiment, "B200", (50.0, 100.0)),
-        "sizes": by_gpus(experiment, (64, 128, 256, 512, 1024)),
+        "experiment": parameters_of("08_project_to_cluster").to_experiment(),
     }
 
 

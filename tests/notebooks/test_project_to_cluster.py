@@ -7,28 +7,27 @@ from itertools import pairwise
 
 import pytest
 from notebook_support import WIDGET, Ran, parameters_of
+from validation.published import RUN_TO_RUN, published_job
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.errors import Refused
 from moelab.experiment import Routing
 from moelab.planning.project import project
-from moelab.planning.published import RUN_TO_RUN, projected_two_by_two, published_job, published_parts
-from moelab.planning.sweep import by_gpus
+from moelab.planning.tables import error_table, projected_two_by_two, validation_table, waterfall
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.step import step_parts_s
-from moelab.planning.validation import errors_by_kind, validation_table, waterfall
 
 NAME = "08_project_to_cluster"
 
 
 def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert len(ran.titles()) == 9
+    assert len(ran.titles()) == 7
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
-    assert "replayed: the model's own" in ran.printed
+    assert "constants: the model's own" in ran.printed
     tables = " ".join(ran.shown("text/plain"))
-    for said in ("met", "steps of others, seen", "PyTorch and Nebius", "layouts checked"):
+    for said in ("met", "steps of others, TorchTitan, seen", "PyTorch and Nebius", "layouts checked"):
         assert said in tables
 
 
@@ -41,7 +40,7 @@ def test_a_cluster_too_small_is_refused_with_the_plans_reason() -> None:
 
 
 def test_the_published_step_is_as_described() -> None:
-    answers = published_parts(projected_two_by_two())
+    answers = projected_two_by_two().parts_s
     parts = {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()}
     published_s = {row.arm: published_job(row.arm).tokens_per_gpu / row.tps for row in THROUGHPUT}
     for arm, whole_s in published_s.items():
@@ -61,8 +60,8 @@ def test_the_published_step_is_as_described() -> None:
 
 def test_errors_by_kind_are_in_the_order_that_it_says() -> None:
     """Steps of this project are easier than those of others, and the smallest exchanges are the worst parts."""
-    errors = errors_by_kind(validation_table())["median error"]
-    assert errors["steps of this project, seen"] < errors["steps of others, seen"]
+    errors = error_table()["median error"]
+    assert errors["steps of this project, seen"] < errors["steps of others, TorchTitan, seen"]
     worst = max((row for row in validation_table() if row.of == "part"), key=lambda row: abs(row.error))
     assert worst.source in ("DeepEP", "H200 exchanges")
 
@@ -82,9 +81,3 @@ def test_two_steps_of_the_waterfall_make_most_of_the_way() -> None:
     first, second = sorted(steps, key=lambda name: steps[name])[-2:]
     assert {first.split(",")[0], second.split(" by ")[0]} == {"CUDA graphs", "all-to-all"}
     assert steps[first] + steps[second] > 0.7 * (changes[-1].tps - changes[0].tps)
-
-
-def test_the_model_begins_to_fit_where_the_reader_is_told() -> None:
-    points = by_gpus(parameters_of(NAME).to_experiment(), (64, 128, 256, 512, 1024))
-    first = {kind: min(point.x for point in points if point.series == kind) for kind in ("H100", "H200", "B200")}
-    assert first == {"H100": 1024, "H200": 256, "B200": 128}

@@ -57,7 +57,7 @@ SAME: dict[str, Callable[[], Any]] = {
     "project 16B_b200_x256": lambda: project("16B_b200_x256"),
     "project 671B_b200_x256 --arm bf16_standard": lambda: project(Path("671B_b200_x256"), arm="bf16_standard"),
     "plan own_shape --search --arm bf16_standard --limit 2": lambda: search("own_shape", arm="bf16_standard", limit=2),
-    "plan nano --search --arm bf16 --set gpus_per_node=4": lambda: search("nano", arm="bf16", gpus_per_node=4),
+    "plan nano --search --arm bf16 --set hardware=h200_node": lambda: search("nano", arm="bf16", hardware="h200_node"),
     "submit 671B_b200_x256 --cluster nebius_soperator_b200 --dry-run": lambda: submit(
         "671B_b200_x256", cluster="nebius_soperator_b200", dry_run=True
     ),

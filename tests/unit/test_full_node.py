@@ -11,27 +11,15 @@ from typing import Any
 import h100_full_node as driver
 import pytest
 from validation.full_node import ARMS, STOCK, node_job, predictions
+from validation.node import EP_DEGREES, SCALING, Place, hardware_of, load_predicted, node_results
 from validation.shapes import NODE_SHAPES, SHAPES, SMALL, thin_job
 from validation.table import full_node_rows
 
 from moelab.analysis.two_by_two import arm_results
 from moelab.errors import BadInput
-from moelab.planning.measured import (
-    DRY_RUN,
-    EP_DEGREES,
-    FULL_NODE,
-    SCALING,
-    TWO_BY_TWO,
-    Measurement,
-    Place,
-    hardware_of,
-    load_measured,
-    load_predicted,
-    node_results,
-)
+from moelab.planning.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.step import tps_of
-from moelab.viz.deepep import scaling
 
 ROOT = Path(__file__).parents[2]
 SLOWER = 1.1
@@ -114,21 +102,6 @@ def test_two_gpus_are_those_of_the_two_by_two_until_the_node_has_them() -> None:
     h100 = {"gpus": [{**H200, "name": "NVIDIA H100 80GB HBM3"}] * 2}
     other = Measurement(name=TWO_BY_TWO, content={**(two.content or {}), "environment": h100})
     assert place not in node_results(eight, other)
-
-
-def test_scaling_draws_predictions_open_and_measurements_filled() -> None:
-    two = load_measured(TWO_BY_TWO)
-    today, later = (scaling(load_predicted(), node, two) for node in (NOTHING, measured()))
-    titles = [str(figure.layout.title.text).replace("<br>", " ") for figure in (today, later)]
-    assert ["not measured yet" in title for title in titles] == [True, False]
-    assert "EP 4, EP 8 not measured yet" in titles[0]
-    predicted, done = ([one for one in today.data if one.name.endswith(words)] for words in ("predicted", "measured"))
-    assert [len(trace.x) for trace in (*predicted, *done)] == [3] * 4 + [1] * 4
-    assert ["open" in trace.marker.symbol for trace in (*predicted, *done)] == [True] * 4 + [False] * 4
-    arms = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
-    gains = [row["gain"] for row in PREDICTED if row["shape"] == SCALING and row["arm"] in arms]
-    drawn = [value for trace in later.data if trace.name.endswith("measured") for value in trace.y]
-    assert sorted(drawn) == pytest.approx(sorted(gains), abs=1e-4)
 
 
 # The driver

@@ -24,6 +24,7 @@ from validation.gemm_fit import (
     residuals,
     spread_by_kind,
 )
+from validation.published import published_job
 
 from moelab.errors import BadInput
 from moelab.hardware import B200
@@ -40,7 +41,6 @@ from moelab.planning.gemm_fit import (
     published_work,
     rows_text,
 )
-from moelab.planning.published import published_job
 from moelab.planning.time.calibration import CALIBRATION, with_values
 from moelab.planning.time.gemm import (
     CAST_BYTES,

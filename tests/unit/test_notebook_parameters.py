@@ -182,7 +182,7 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
         ),
         ("06_compare_convergence", {"final_fraction": [0, 1.5], "margin_nats": [-0.1], "on_failure": ["ignore"]}),
         ("07_compare_throughput", {"submit": ["maybe"], "steps": [4], "precision": ["bf16"], "ep": [1]}),
-        ("08_project_to_cluster", {"gpu": ["B100"], "network_gb_s": [0], "draws": [9], "price_per_gpu_hour": ["nan"]}),
+        ("08_project_to_cluster", {"gpu": ["B100"], "network_gb_s": [0], "price_per_gpu_hour": ["nan"]}),
         ("11_explain_step", {"trace_step": [1], "layer": [-2], "phase": ["optimizer"]}),
     ],
 )

@@ -79,7 +79,8 @@ def test_trays_of_a_rack_are_a_rack_to_the_projection_the_plan_deepeps_buffer_an
         assert buffer.nvlink_ranks == joined
     x = Experiment(model="671B", hardware="b200_x256", nodes=64, gpus_per_node=4, local_batch=4, ep=64)
     (best,) = recommend(x, cluster_of("gb200_nvl72_x4"), fixed=("ep", "tp", "cp", "dp_replicate"), limit=1).ranked
-    assert best.ep_nodes == 1  # 16 hosts of four GPUs that NVLink joins
+    assert best.projection is not None
+    assert best.projection.job.rows_sent.network == 0  # 16 hosts of four GPUs that NVLink joins
 
 
 def test_hybridep_has_rates_of_its_own() -> None:

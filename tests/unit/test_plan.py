@@ -16,7 +16,7 @@ from moelab.experiment import EPBackend, Experiment
 from moelab.experiment_file import read_experiment, read_study
 from moelab.hardware import cluster_of
 from moelab.notebooks import ConvergenceParameters, read_parameters
-from moelab.planning.plan import PUBLISHED_DIFFERENCES, command, differences, headroom_gib, layout_words, plan
+from moelab.planning.plan import PUBLISHED_DIFFERENCES, command, differences, layout_words, plan
 from moelab.titan.arms import named_arms
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_a_machine_without_a_gpu_says_nothing_of_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr("moelab.hardware.gpus", tuple)
     cluster_of.cache_clear()
     planned = plan(Experiment())
-    assert planned.fits is headroom_gib(Experiment()) is None
+    assert planned.fits is None
     assert "this machine has no GPU; name a profile" in planned.notes[-1]
     cluster_of.cache_clear()
 
@@ -149,11 +149,12 @@ def test_a_search(call: Any, file: Path) -> None:
 
 def test_a_search_without_an_answer_is_refused(call: Any, file: Path) -> None:
     answer = call("plan", file, *changed(nodes=1, hardware="b200_node"), "--search")
-    assert (answer.code, "none fits. The closest" in answer.out) == (3, True)
-    for hardware in ("local", "b200_node"):
-        illegal = [file, *changed(dispatch_precision="fp8", hardware=hardware, nodes=1), "--search"]
-        assert call("plan", *illegal, "--json").json["candidates"] == []
-        assert "\ndispatch_precision is fp8: standard sends" in call("plan", *illegal).out
+    assert (answer.code, "no layout fits" in answer.out, "GPUs would do: " in answer.out) == (3, True, True)
+    illegal = [file, *changed(dispatch_precision="fp8", hardware="b200_node", nodes=1), "--search"]
+    assert call("plan", *illegal, "--json").json["candidates"] == []
+    assert "\ndispatch_precision is fp8: standard sends" in call("plan", *illegal).out
+    unknown = call("plan", file, *changed(hardware="cpu"), "--search")
+    assert (unknown.code, "name another with hardware=" in unknown.err) == (2, True)
 
 
 def test_hardware_from_a_file_gives_a_search_its_size(call: Any, tmp_path: Path) -> None:

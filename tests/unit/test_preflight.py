@@ -39,6 +39,7 @@ from moelab.launch.status import drain, requeue_without
 from moelab.model import count_parameters, shape_of
 from moelab.planning.memory import estimate
 from moelab.planning.plan import plan
+from moelab.planning.project import foresee
 
 STUDIES = Path(__file__).parents[2] / "studies"
 B200 = read_cluster("nebius_soperator_b200")
@@ -136,14 +137,14 @@ def test_deepep_counts_where_an_arm_needs_it_and_many_nodes_are_counted() -> Non
 
 
 def test_plans_that_are_illegal_too_large_or_do_not_fit() -> None:
-    assert faults(check_plans(study(), B200)) == {}
-    (illegal,) = check_plans(study(ep=3), B200)
+    assert faults(check_plans(study(), B200, foresee)) == {}
+    (illegal,) = check_plans(study(ep=3), B200, foresee)
     assert illegal.found == "; ".join(plan(study(ep=3).experiments[0]).verdict.reasons)
-    (large,) = check_plans(study(), read_cluster("slurm_generic", ["nodes=2", "gpus_per_node=4"]))
+    (large,) = check_plans(study(), read_cluster("slurm_generic", ["nodes=2", "gpus_per_node=4"]), foresee)
     assert "nodes is 4: a job on slurm_generic may have at most 2; set `nodes` in a copy of the profile" in large.found
     assert "gpus_per_node is 8: a node of slurm_generic has 4" in large.found
     heavy = study(model="671B", nodes=8, ep=64)
-    (full,) = check_plans(heavy, B200)
+    (full,) = check_plans(heavy, B200, foresee)
     memory = plan(heavy.experiments[0]).memory
     assert memory is not None
     assert full.found.startswith(f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB")
@@ -178,7 +179,9 @@ def test_bytes_of_a_checkpoint_are_those_that_memory_knows() -> None:
     parts = estimate(one, layout, gpu_of("b200_node")).parts
     whole = (parts["parameters"] + parts["optimizer states"]) * 2**30
     kept = read_cluster("slurm_generic", ["checkpoints_kept=3"])
-    assert checkpoint_bytes(Study(name="s", experiments=(one, one)), kept) == pytest.approx(2 * 4 * whole, rel=1e-6)
+    assert checkpoint_bytes(Study(name="s", experiments=(one, one)), kept, foresee) == pytest.approx(
+        2 * 4 * whole, rel=1e-6
+    )
 
 
 def test_checkpoints_of_a_run_at_once() -> None:
@@ -194,15 +197,15 @@ def test_checkpoints_of_a_run_at_once() -> None:
     for steps, interval, kept in expected:
         cluster = read_cluster("slurm_generic", [f"checkpoint_interval_steps={interval}", f"checkpoints_kept={kept}"])
         one = Experiment(model="nano", hardware="cpu", steps=steps)
-        at_most[steps, interval, kept] = checkpoints_at_most(one, cluster)
-        without_slurm.add(checkpoints_at_most(one, cluster.model_copy(update={"scheduler": "none"})))
+        at_most[steps, interval, kept] = checkpoints_at_most(one, cluster, foresee)
+        without_slurm.add(checkpoints_at_most(one, cluster.model_copy(update={"scheduler": "none"}), foresee))
     assert (at_most, without_slurm) == (expected, {0})
 
 
 def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
     twenty_steps, published_16b = (read_study(STUDIES / f"{name}_b200_x256.yaml") for name in ("671B", "16B"))
-    assert checkpoint_bytes(twenty_steps, B200) == 0
-    (room,) = check_room(twenty_steps, B200, tmp_path)
+    assert checkpoint_bytes(twenty_steps, B200, foresee) == 0
+    (room,) = check_room(twenty_steps, B200, tmp_path, foresee)
     checkpoint = 12 * count_parameters(shape_of("671B")).total / 1e9
     due = f"no checkpoint is due; a run that is stopped early would save one of {checkpoint:,.1f} GB"
     assert f"1 GB needed ({due})" in room.found
@@ -213,9 +216,9 @@ def test_the_time_limit_of_a_job_makes_a_long_run_save(tmp_path: Path) -> None:
         ({"time_limit_minutes": 30, "requeues": 0}, {1}),
     ):
         cluster = B200.model_copy(update=changes)
-        assert {checkpoints_at_most(one, cluster) for one in published_16b.experiments} <= counts
+        assert {checkpoints_at_most(one, cluster, foresee) for one in published_16b.experiments} <= counts
     often = B200.model_copy(update={"checkpoint_interval_steps": 100})
-    assert checkpoint_bytes(published_16b, often) == 12 * 3 * 12 * count_parameters(shape_of("16B")).total
+    assert checkpoint_bytes(published_16b, often, foresee) == 12 * 3 * 12 * count_parameters(shape_of("16B")).total
 
 
 def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +226,15 @@ def test_room_for_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     later = tmp_path / "not" / "yet"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=23_000 * 10**9))
     for small in (study(model="nano", nodes=1, ep=8), study(model="671B", steps=20)):
-        assert faults(check_room(small, cluster, later)) == {}
-    found = faults(check_room(of_671b, cluster, later))[f"disk space in {later}"]
+        assert faults(check_room(small, cluster, later, foresee)) == {}
+    found = faults(check_room(of_671b, cluster, later, foresee))[f"disk space in {later}"]
     wanted = 3 * 12 * count_parameters(shape_of("671B")).total + 2**30  # two kept, one being written, and logs
     assert found.startswith(f"23,000 GB free, {wanted / 1e9:,.0f} GB needed (derived: up to 3 checkpoints")
     roomy = cluster.model_copy(update={"scratch": str(tmp_path)})
-    assert faults(check_room(of_671b, roomy, later)).keys() == {f"disk space in {tmp_path}"}
+    assert faults(check_room(of_671b, roomy, later, foresee)).keys() == {f"disk space in {tmp_path}"}
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    (broken,) = check_room(None, cluster, tmp_path / "file")
+    (broken,) = check_room(None, cluster, tmp_path / "file", foresee)
     assert broken.severity == "error"
     assert "cannot be written: Not a directory" in broken.found
 

@@ -15,41 +15,53 @@ from pathlib import Path
 import numpy as np
 import pytest
 from validation.parts import H200_EXCHANGES
+from validation.published import (
+    ARMS,
+    RUN_TO_RUN,
+    SOLVED,
+    identification_lines,
+    published_job,
+    remaining,
+    sampled_two_by_two,
+)
 from validation.shapes import SHAPES, arm_of, as_in_november, thin_job
+from validation.sources import H100_LATER, PUBLISHED
 from validation.steps import experiment_of, job_and_memory, megatron_stages, noted_steps
-from validation.table import GOALS, MEMORY_KINDS, fitted_on, goals, refit, steps, table_file
+from validation.table import (
+    GOALS,
+    MEMORY_KINDS,
+    TITAN,
+    errors_by_kind,
+    fitted_on,
+    goals,
+    refit,
+    share_interval,
+    steps,
+    table_file,
+)
 
 from moelab.analysis.published import THROUGHPUT
 from moelab.analysis.two_by_two import CODE, arm_results
 from moelab.experiment import Precision, Routing
 from moelab.model import shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
-from moelab.planning.published import (
-    ARMS,
-    RUN_TO_RUN,
-    SOLVED,
-    identification_lines,
-    projected_two_by_two,
-    published_job,
-    remaining,
-)
-from moelab.planning.time.calibration import CALIBRATION, fitted, with_values
-from moelab.planning.time.gemm import products_by_module
-from moelab.planning.time.job import INDEX, PART_SPREAD, PASS_INDEX
-from moelab.planning.validation import (
-    H100_LATER,
+from moelab.planning.tables import (
     ONE_NODE,
     OWN,
-    PUBLISHED,
     ValidationRow,
-    errors_by_kind,
+    error_table,
     goal_table,
+    left_open,
     median_error,
+    projected_two_by_two,
     row_table,
     timed,
     validation_table,
     waterfall,
 )
+from moelab.planning.time.calibration import CALIBRATION, fitted, with_values
+from moelab.planning.time.gemm import products_by_module
+from moelab.planning.time.job import INDEX, PART_SPREAD, PASS_INDEX
 
 ROOT = Path(__file__).parents[2]
 RESULTS, MEASURED = ROOT / "benchmarks" / "results", ROOT / "src" / "moelab" / "data" / "measured"
@@ -65,6 +77,8 @@ def test_the_packaged_table_is_what_the_model_says_now() -> None:
         numbers = [[one.pop("predicted"), *(one.pop("interval") or ())] for one in (row, old)]
         assert row == old
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    errors = error_table().reset_index().to_json(orient="records")
+    assert now["errors"] == json.loads(errors)
     assert [change["tps"] for change in now["waterfall"]] == pytest.approx([change.tps for change in waterfall()])
     predicted = {row.name: row.predicted for row in ROWS}
     ends = [predicted[name] for name in ("671B mxfp8_deepep", "DSv3, 256 × B200, PP8 VP2 EP32, DeepEP")]
@@ -141,21 +155,28 @@ def test_errors_by_kind_are_what_they_are_called() -> None:
     """By hand: errors of +10, −20 and +50 %, of which the first two lie in intervals of ±10 and ±30 %."""
     plain = ValidationRow(
         of="step", source="others", name="", date="2026", kind="seen", unit="ms", measured=100, predicted=110,
-        interval=(100, 121), reference="",
+        interval=(100, 121), reference="", stack=TITAN,
     )  # fmt: skip
     made = [
         plain,
         replace(plain, predicted=80, interval=(61.5, 104)),
         replace(plain, predicted=150, interval=(140, 160)),
         replace(plain, source=OWN[0], predicted=100),
+        replace(plain, stack="Megatron-LM", predicted=90),
         replace(plain, unit="% gain", predicted=101.5, interval=None),
     ]
     table = errors_by_kind(made)
-    assert table.loc["steps of others, seen"].tolist() == pytest.approx([3, 20, 33.3, 66.7, 10.0])
+    low, high = share_interval(2, 3)
+    expected = [3, 20, 13.3, 33.3, 66.7, low, high, 10.0]
+    assert table.loc["steps of others, TorchTitan, seen"].tolist() == pytest.approx(expected, abs=0.06)
+    assert table.loc["steps of others, another stack, seen"]["mean error"] == -10
+    # a share of 2 in 3 is seen in a twentieth of samples of either end
+    assert (1 - low / 100) ** 3 + 3 * (low / 100) * (1 - low / 100) ** 2 == pytest.approx(0.95)
+    assert 1 - (high / 100) ** 3 == pytest.approx(0.05, abs=1e-3)
     assert table.loc["steps of this project, seen"]["n"] == 1
     shown = row_table(made)
-    assert list(shown["error"]) == ["+10.0 %", "-20.0 %", "+50.0 %", "+0.0 %", "+1.5 points"]
-    assert list(shown["in its interval"]) == ["yes", "yes", "no", "yes", ""]
+    assert list(shown["error"]) == ["+10.0 %", "-20.0 %", "+50.0 %", "+0.0 %", "-10.0 %", "+1.5 points"]
+    assert list(shown["in its interval"]) == ["yes", "yes", "no", "yes", "yes", ""]
 
 
 def test_few_numbers_are_fitted_and_they_meet_the_rows_they_name() -> None:
@@ -223,7 +244,7 @@ def test_memory_of_others_and_the_spread_of_all_to_alls_are_met() -> None:
 
 def test_every_set_of_constants_meets_the_published_steps_and_they_leave_open_what_they_do() -> None:
     """The missing arm's range is wider than a run's noise, and DeepEP's gain under random routing has no sign."""
-    forced, random = (projected_two_by_two(one, draws=40) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
+    forced, random = (sampled_two_by_two(one, draws=40) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED))
     assert len(forced.constants) > 20
     for row in THROUGHPUT:
         assert np.abs(forced.samples[row.arm] / row.tps - 1).max() < RUN_TO_RUN + 0.002
@@ -242,3 +263,11 @@ def test_every_set_of_constants_meets_the_published_steps_and_they_leave_open_wh
     lines = identification_lines(forced, random)
     assert f"{missing.low:.0f} to {missing.high:.0f} tokens/s" in lines[1]
     assert next(iter(left)) in lines[-1]
+    packaged = projected_two_by_two(Routing.ROUND_ROBIN)  # of more draws: a wider range
+    assert packaged.tps["mxfp8_standard"].value == pytest.approx(missing.value, rel=0.01)
+    assert packaged.tps["mxfp8_standard"].low <= missing.low
+    assert len(left_open()) == len(lines)
+    for arm, parts in packaged.parts_s.items():
+        row = next((row for row in THROUGHPUT if row.arm == arm), None)
+        step_s = 4096 * 8192 / 256 / (row.tps if row else packaged.tps[arm].value)
+        assert sum(one.value for one in parts.values()) == pytest.approx(step_s, rel=RUN_TO_RUN + 0.002)

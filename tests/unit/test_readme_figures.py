@@ -14,23 +14,16 @@ from typing import Any
 import pytest
 from memory_h100 import table
 from memory_h100_case import thin_shape
+from validation.node import ROUTINGS, SCALING, node_results
 from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
 from validation.table import full_node_rows, with_errors
 
 from moelab.analysis.two_by_two import CODE, DEPTHS, STOCK, arm_results, checkpointing_pairs, goal_lines, layer_gains
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.planning.measured import (
-    FULL_NODE,
-    ROUTINGS,
-    SCALING,
-    TWO_BY_TWO,
-    Measurement,
-    load_measured,
-    node_results,
-)
+from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
-from moelab.planning.validation import ONE_NODE, errors_by_kind, validation_table
+from moelab.planning.tables import ONE_NODE, error_table, validation_table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -384,9 +377,14 @@ def test_errors_by_kind() -> None:
     """Otherwise: ``python -m benchmarks.validation --write``."""
     page, rows = (ROOT / "docs" / "measurements.md").read_text(), validation_table()
     assert with_errors(page, rows) == page
-    blind = errors_by_kind(rows).loc["steps of others, blind"]
-    quotes("Half of", *(blind[name] for name in ("n", "median error", "in their interval")))
-    quotes("lie in their 90 % interval, which is", blind["median interval"])
+    titan, others = (
+        error_table().loc[f"steps of others, {whose}"] for whose in ("TorchTitan, seen", "another stack, blind")
+    )
+    quotes("`moelab project` is asked for:", *(titan[name] for name in ("n", "median error", "in their interval")))
+    quotes("lie in their 90 % interval (", titan["median interval"])
+    quotes("% interval (±21.9 % wide; for so few that share may be anything from", titan["from"], titan["to"])
+    quotes("to 99.7 %). Of", others["n"])
+    quotes("nothing was tuned on half are within", others["median error"], others["mean error"])
     quotes(
-        "four H200s of one node were predicted within", max(abs(row.error) for row in rows if row.source == ONE_NODE)
+        "Four H200s of one node were predicted within", max(abs(row.error) for row in rows if row.source == ONE_NODE)
     )

@@ -27,6 +27,7 @@ from moelab.launch.slurm import SCRIPT_FILE, NumberUnknown, Queue, SlurmError, S
 from moelab.launch.status import cancel, refresh, requeue
 from moelab.launch.submit import adopt, dry_run, submit
 from moelab.machine import boot_id
+from moelab.planning.project import foresee
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import BY_CANCEL, State, Status
 
@@ -102,7 +103,7 @@ def test_what_cannot_run_there_is_refused_before_anything_is_written(
     tmp_path: Path, site: Site, overrides: list[str], words: str
 ) -> None:
     with pytest.raises(Refused, match=words) as refused:
-        submit(read_study(PUBLISHED, overrides), tmp_path / "runs", CLUSTER)
+        submit(read_study(PUBLISHED, overrides), tmp_path / "runs", CLUSTER, foresee=foresee)
     lines = str(refused.value).splitlines()
     assert len(set(lines)) == len(lines)
     assert not (tmp_path / "runs").exists()

@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 
 from moelab.analysis.published import GAINS, THROUGHPUT
 from moelab.analysis.throughput import interaction
-from moelab.errors import BadInput
-from moelab.experiment import Precision
-from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, constants_of_node, load_measured
 from moelab.planning.project import GROUPS, Cost, project
-from moelab.planning.published import projected_two_by_two
-from moelab.planning.sweep import by_gpus, by_network, cluster_like, gains_by_network, on
-from moelab.planning.time.calibration import CALIBRATION
-from moelab.planning.uncertainty import Estimate
-from moelab.planning.validation import GAIN, Change, row_table, validation_table
+from moelab.planning.tables import GAIN, Change, projected_two_by_two, row_table, validation_table
+from moelab.planning.trust import Estimate
 from moelab.titan.arms import named_arms
 from moelab.viz import projection as viz
 from moelab.viz.study import published_bars
@@ -41,77 +35,6 @@ def test_gains_that_multiply_by_a_factor_interact_by_that_factor(
     answer = interaction({"a": base, "b": first, "c": second, "d": both}, baseline="a", first="b", second="c", both="d")
     assert answer.ratio == pytest.approx(factor, rel=1e-9)
     assert (answer.units, answer.interval.exists) == (len(units), len(units) > 1)
-
-
-# Constants of a node
-
-FILES = [load_measured(GROUPED_GEMM), load_measured(ALL_TO_ALL)]
-
-
-def changed(measured: Measurement, *, factor: float = 1.0, **content: Any) -> Measurement:
-    """The packaged file with times so many times as long, of other hardware."""
-    rows = [
-        {**row, "median_us": factor * row.get("median_us", 0)}
-        | ({"parts_us": {"wire": factor * row["parts_us"]["wire"]}} if "parts_us" in row else {})
-        for row in measured.rows
-    ]
-    return replace(measured, content={**(measured.content or {}), "rows": rows, **content})
-
-
-def test_constants_of_a_node_are_the_models_own_and_half_where_it_takes_twice_as_long() -> None:
-    usual = constants_of_node(*FILES)
-    own = {name: float(getattr(CALIBRATION, name)) for name in ("hopper_grouped", "nccl_nvlink", "deepep_nvlink")}
-    assert usual == pytest.approx(own, rel=0.08)
-    slow = constants_of_node(*(changed(one, factor=2.0) for one in FILES))
-    assert all(0.3 < slow[name] / usual[name] <= 0.501 for name in usual)
-    cards = {"hardware": {"gpu": "NVIDIA H100 PCIe"}, "environment": {}}
-    pcie = constants_of_node(*(changed(one, **cards) for one in FILES))  # no NVLink, no share of it; a smaller peak
-    assert pcie == pytest.approx({"hopper_grouped": 989 / 756 * usual["hopper_grouped"]}, rel=0.01)
-
-
-@pytest.mark.parametrize("name", ["Abacus 9", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100-40C"])
-def test_a_file_of_an_unknown_gpu_is_refused(name: str) -> None:
-    with pytest.raises(BadInput, match=f"was measured on {name}"):
-        constants_of_node(changed(FILES[0], hardware={"gpu": name}), FILES[1])
-
-
-# What if
-
-
-def test_a_faster_network_never_slows_an_arm_and_leaves_deepep_less_to_save() -> None:
-    networks = (50.0, 100.0, 400.0)
-    points = by_network(PUBLISHED, "B200", networks)
-    tps = {(point.series, point.x): point.projection.tps for point in points}
-    for arm in ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep"):
-        assert tps[arm, 50.0] <= tps[arm, 100.0] <= tps[arm, 400.0]
-    percents = [100 * (tps["bf16_deepep", x] / tps["bf16_standard", x] - 1) for x in networks]
-    assert percents == sorted(percents, reverse=True)
-    own = project(on("B200", PUBLISHED, precision="mxfp8", ep_backend="deepep"))
-    assert tps["mxfp8_deepep", 50.0] == pytest.approx(own.tps)
-    gains = gains_by_network(points)
-    figure = viz.network_gains(points, gains, words="Words.")
-    assert_says(figure, "derived")
-    (drawn,) = traces(figure, name="BF16 + DeepEP")
-    ends = [gains["bf16_deepep"][x] for x in networks]
-    assert list(drawn.y) == pytest.approx(percents)
-    assert np.subtract(drawn.y, drawn.error_y.arrayminus) == pytest.approx([one.low for one in ends])
-    assert np.add(drawn.y, drawn.error_y.array) == pytest.approx([one.high for one in ends])
-    # Only the network that was seen is not extrapolated.
-    assert [color != "white" for color in drawn.marker.color] == [True, False, False]
-    with pytest.raises(BadInput, match="gpu is 'Z9'"):
-        cluster_like("Z9", nodes=2)
-
-
-def test_sizes_take_a_layout_that_fits_or_none() -> None:
-    points = by_gpus(PUBLISHED, (8, 128, 256))
-    at = {(point.series, point.x): point.projection for point in points}
-    assert ("B200", 8) not in at  # 671 G parameters do not fit on eight GPUs
-    assert at["B200", 256].tps >= project(PUBLISHED).tps
-    for (kind, count), one in at.items():
-        assert one.experiment.precision is (Precision.FP8 if kind in ("H100", "H200") else Precision.MXFP8)
-        assert (one.job.gpus, one.job.tokens_per_gpu * count) == (count, pytest.approx(4096 * 8192))
-    best = max(point.projection.tps for point in points)
-    assert_says(viz.size_curves(points, words="Words."), f"{best:,.0f} tokens/s", "derived")
 
 
 # Figures of one study
@@ -188,7 +111,7 @@ def test_arms_beside_their_projection() -> None:
 
 
 def test_gains_and_what_is_left_of_their_product() -> None:
-    two = projected_two_by_two(draws=10)
+    two = projected_two_by_two()
     gains, left = (figure := viz.gains_and_interaction(two)).data
     percents = {arm: [100 * (end - 1) for end in (one.low, one.value, one.high)] for arm, one in two.gains.items()}
     arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")

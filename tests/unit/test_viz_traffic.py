@@ -17,7 +17,7 @@ from moelab.analysis.two_by_two import arm_results, goal_lines
 from moelab.errors import BadInput
 from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
-from moelab.planning.measured import ALL_TO_ALL, COMMANDS, OPERATIONS, TWO_BY_TWO, Measurement, load_measured
+from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time import traffic as model
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.viz import deepep
@@ -137,7 +137,7 @@ def exchanges(*, packaged: bool = False, **changes: Any) -> Measurement:
         {**shared, "routing": routing, "arm": arm, "operation": operation, "us_median": us * share}
         for routing, share in (("random_balanced", 1.0), ("round_robin", 0.5))
         for arm, us in (("standard bf16", 4000.0), ("deepep bf16 expanded", 2000.0))
-        for operation in OPERATIONS
+        for operation in deepep.OPERATIONS
     ]
     sweep = {**shared, "routing": "random_balanced", "layout": "expanded", "operation": "dispatch", "us_median": 2.0}
     rows += [
@@ -169,7 +169,7 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     # Every way that the experiment measures can be drawn.
     groups = exchange.plan(exchange.SIZES, exchange.ROUTINGS, ("standard", "deepep"))
     assert {arm.name for group in groups for arm in group.arms} == set(deepep.ARM_LOOKS)
-    assert OPERATIONS == exchange.OPERATIONS
+    assert deepep.OPERATIONS == exchange.OPERATIONS
 
 
 # Measured arms

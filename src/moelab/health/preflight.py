@@ -25,7 +25,7 @@ from moelab.experiment_file import Study
 from moelab.finding import Finding, any_error, as_text, fault
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
-from moelab.launch.requirements import check_data, check_plans, check_room
+from moelab.launch.requirements import Foresee, check_data, check_plans, check_room, foresee_nothing
 from moelab.launch.script import container_options, gpu_options, python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
 from moelab.launch.submit import dry_run
@@ -72,14 +72,22 @@ class Preflight:
         return as_text({title: getattr(self, group) for group, title in TITLES.items()})
 
 
-def preflight(cluster: ClusterProfile, study: Study | None, runs: Path, *, ask_nodes: bool) -> Preflight:
+def preflight(
+    cluster: ClusterProfile,
+    study: Study | None,
+    runs: Path,
+    *,
+    ask_nodes: bool,
+    foresee: Foresee = foresee_nothing,
+) -> Preflight:
     """Check everything; without a study the cluster alone.
 
-    With ``ask_nodes`` the nodes report: as many as the study needs, or else as the profile has.
+    With ``ask_nodes`` the nodes report: as many as the study needs, or else as the profile has. ``foresee`` says an
+    arm's memory and time, such as :func:`moelab.planning.project.foresee`.
     """
     runs = runs.absolute()
-    here = [*check_room(study, cluster, runs), _slurm(cluster)]
-    plans = tuple(check_plans(study, cluster)) if study else ()
+    here = [*check_room(study, cluster, runs, foresee), _slurm(cluster)]
+    plans = tuple(check_plans(study, cluster, foresee)) if study else ()
     # The dry run raises for a study that is refused.
     if study and cluster.scheduler == "slurm" and not any_error((*here, *plans)):
         here.append(_test_only(study, cluster, runs))

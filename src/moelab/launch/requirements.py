@@ -1,4 +1,7 @@
-"""Whether a cluster has what a study needs, as seen from where it is submitted: plan, memory, data, disk space."""
+"""Whether a cluster has what a study needs, as seen from where it is submitted: layout, memory, data, disk space.
+
+What no launch can know by itself, memory and the time of a step, is handed to it by whoever plans (:data:`Foresee`).
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,52 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.finding import Finding, fault
 from moelab.hardware import Gpu
 from moelab.launch.cluster import ClusterProfile
-from moelab.layout import twins
+from moelab.layout import check, twins
 from moelab.model import TOKENIZERS, count_parameters, shape_for
-from moelab.planning.memory.activations import FP32
-from moelab.planning.plan import plan
-from moelab.planning.project import project
 
 STREAMING_NODES = 4
 """Most nodes that may stream C4: each rank makes some ten calls to the hub at the start, and a cluster has one address;
 the hub answers 500 API calls in 5 minutes (huggingface.co/docs/hub/rate-limits, November 2026)."""
-STATE_BYTES = 3 * FP32
+STATE_BYTES = 3 * 4
 """Per parameter in a checkpoint: its FP32 master weight and AdamW's two moments."""
 LOG_BYTES = 1 << 30
 """Space for what else a run writes. A choice."""
 
 
-def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
+@dataclass(frozen=True, kw_only=True)
+class Foreseen:
+    """What planning says of a legal arm before it runs."""
+
+    fits: bool | None = None  # whether its fullest GPU has room; None where that is not known
+    memory: str = ""  # of that GPU, in words
+    dominant: str = ""  # what takes most of it, and what to do
+    slowest_step_s: float | None = None  # at the slow end of the projection's interval; None without a projection
+
+
+Foresee = Callable[[Experiment], Foreseen]
+
+
+def foresee_nothing(_experiment: Experiment) -> Foreseen:
+    """For a launch that nobody planned: its layout is checked all the same."""
+    return Foreseen()
+
+
+def check_plans(study: Study, cluster: ClusterProfile, foresee: Foresee) -> Iterator[Finding]:
     """Each arm's layout, memory and size. An error here means that submitting is refused."""
     same_training = twins(study.first_of_arms, Gpu(name=f"cluster {cluster.name}", capability=None, memory_gib=None))
     for experiment in study.first_of_arms:  # a seed changes neither layout nor memory
-        planned, nodes, gpus, arm = plan(experiment), experiment.nodes, experiment.gpus_per_node, experiment.arm
+        nodes, gpus, arm = experiment.nodes, experiment.gpus_per_node, experiment.arm
         plan_only = shape_for(experiment).plan_only
-        problems = [*planned.verdict.reasons, *([plan_only] if plan_only else [])]
+        problems = [*check(experiment).reasons, *([plan_only] if plan_only else [])]
         problems += [same_training[arm]] if arm in same_training else []
         if nodes > cluster.nodes:
             raised = f"set `nodes` in a copy of the profile, or use --cluster-set nodes={nodes}"
@@ -47,17 +64,15 @@ def check_plans(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
         if problems:
             yield fault("plan", "; ".join(problems), arm=arm)
             continue
-        memory = planned.memory
-        assert memory is not None, "only a legal plan has memory"
-        if planned.fits is None:
-            found = "legal; hardware is local, so whether it fits there is unknown"
+        seen = foresee(experiment)
+        if seen.fits is None:
+            why = "hardware is local" if experiment.hardware == "local" else "its memory was not predicted"
+            found = f"legal; {why}, so whether it fits there is unknown"
             yield Finding(name=f"plan of {arm}", severity="note", found=found)
-            continue
-        found = f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB on the fullest GPU (predicted)"
-        if planned.fits:
-            yield Finding(name=f"plan of {arm}", severity="ok", found=f"legal; {found}")
+        elif seen.fits:
+            yield Finding(name=f"plan of {arm}", severity="ok", found=f"legal; {seen.memory}")
         else:
-            yield fault("memory", found, arm=arm, dominant=memory.dominant)
+            yield fault("memory", seen.memory, arm=arm, dominant=seen.dominant)
 
 
 def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
@@ -89,9 +104,9 @@ def check_data(study: Study, cluster: ClusterProfile) -> Iterator[Finding]:
             yield fault("tokenizer is not there", folder=tokenizer, model=model)
 
 
-def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iterator[Finding]:
+def check_room(study: Study | None, cluster: ClusterProfile, runs: Path, foresee: Foresee) -> Iterator[Finding]:
     """Whether runs and checkpoints can be written, and whether they fit."""
-    saves, needed = Path(cluster.scratch or runs), checkpoint_bytes(study, cluster) if study else 0
+    saves, needed = Path(cluster.scratch or runs), checkpoint_bytes(study, cluster, foresee) if study else 0
     # Without scratch both are one folder, which is then checked once for the sum.
     wanted = {runs: LOG_BYTES, saves: needed + (0 if cluster.scratch else LOG_BYTES)}
     for folder, size in wanted.items():
@@ -106,19 +121,19 @@ def check_room(study: Study | None, cluster: ClusterProfile, runs: Path) -> Iter
             continue
         found = f"{free / 1e9:,.0f} GB free, {size / 1e9:,.0f} GB needed"
         if study and folder == saves:
-            found += _checkpoints_in_words(study, cluster, needed)
+            found += _checkpoints_in_words(study, cluster, needed, foresee)
         if free < size:
             yield fault("room", found, folder=folder)
         else:
             yield Finding(name=f"disk space in {folder}", severity="ok", found=f"{found}; quotas are not checked")
 
 
-def checkpoint_bytes(study: Study, cluster: ClusterProfile) -> int:
+def checkpoint_bytes(study: Study, cluster: ClusterProfile, foresee: Foresee) -> int:
     """Most bytes of checkpoints, of all runs at once: an array's tasks may run together, and checkpoints stay."""
-    return sum(_state_bytes(one) * checkpoints_at_most(one, cluster) for one in study.experiments)
+    return sum(_state_bytes(one) * checkpoints_at_most(one, cluster, foresee) for one in study.experiments)
 
 
-def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
+def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile, foresee: Foresee) -> int:
     """Most checkpoints of a run at once: those that are kept, and one that is written before an old one is deleted.
 
     One is due at every interval but not after the last step (:class:`~moelab.titan.preempt.ResumeCheckpoints`), and
@@ -128,11 +143,9 @@ def checkpoints_at_most(experiment: Experiment, cluster: ClusterProfile) -> int:
         return 0
     interval, steps = cluster.checkpoint_interval_steps, experiment.steps
     due = (steps - 1) // interval if interval else 0
-    with suppress(BadInput, Refused):  # hardware without figures, or a plan that check_plans refuses with its reason
-        projection = project(experiment)
-        slowest_s = steps * projection.job.tokens_per_gpu / projection.interval[0]
+    if (step_s := foresee(experiment).slowest_step_s) is not None:
         # Each job trains until signal_s before its limit; the last one ends by itself.
-        stops = math.ceil(slowest_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
+        stops = math.ceil(steps * step_s / (60 * cluster.time_limit_minutes - cluster.signal_s)) - 1
         due += min(stops, cluster.requeues + 1)
     return min(due, cluster.checkpoints_kept + 1)
 
@@ -142,9 +155,9 @@ def _state_bytes(experiment: Experiment) -> int:
     return STATE_BYTES * count_parameters(shape_for(experiment)).total
 
 
-def _checkpoints_in_words(study: Study, cluster: ClusterProfile, needed_bytes: int) -> str:
+def _checkpoints_in_words(study: Study, cluster: ClusterProfile, needed_bytes: int, foresee: Foresee) -> str:
     if needed_bytes:
-        count = sum(checkpoints_at_most(one, cluster) for one in study.experiments)
+        count = sum(checkpoints_at_most(one, cluster, foresee) for one in study.experiments)
         return f" (derived: up to {count} checkpoints of all runs at once, {STATE_BYTES:g} bytes per parameter)"
     if cluster.scheduler == "none":
         return ""

@@ -22,7 +22,7 @@ from moelab.finding import Finding
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.local import close_killed, completed, only_launcher, require_known_ends
-from moelab.launch.requirements import check_data, check_plans
+from moelab.launch.requirements import Foresee, check_data, check_plans, foresee_nothing
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import (
     PREFIX,
@@ -75,13 +75,20 @@ class Submission:
         )
 
 
-def dry_run(study: Study, runs: Path, cluster: ClusterProfile, *, after: str | None = None) -> Submission:
+def dry_run(
+    study: Study,
+    runs: Path,
+    cluster: ClusterProfile,
+    *,
+    foresee: Foresee = foresee_nothing,
+    after: str | None = None,
+) -> Submission:
     """The scripts of everything that is not finished in a study; nothing is written, and Slurm is not asked.
 
     Args and Raises are those of :func:`submit`.
     """
     runs = runs.absolute()
-    _require(check_plans(study, cluster))
+    _require(check_plans(study, cluster, foresee))
     here = directory.discover(runs / study.name)
     attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
     require_known_ends(attempts.values())
@@ -95,6 +102,7 @@ def submit(
     runs: Path,
     cluster: ClusterProfile,
     *,
+    foresee: Foresee = foresee_nothing,
     after: str | None = None,
     timeout_s: float = slurm.TIMEOUT_S,
 ) -> Submission:
@@ -104,6 +112,7 @@ def submit(
         study: arms and seeds; completed runs are left alone, failed and cancelled ones get a new run directory.
         runs: the folder that holds all studies, on a file system that the nodes share.
         cluster: where to run.
+        foresee: memory and time of an arm, such as :func:`moelab.planning.project.foresee`.
         after: job that must succeed first, such as ``123`` or ``123_4``; otherwise Slurm cancels the new job.
         timeout_s: for sbatch, which waits and retries while the queue is full.
 
@@ -116,7 +125,7 @@ def submit(
         NumberUnknown: if Slurm accepted a script but the job's number is unknown; the message says how to adopt it.
     """
     runs = runs.absolute()
-    _require(check_plans(study, cluster))
+    _require(check_plans(study, cluster, foresee))
     _require(check_data(study, cluster))
     close_killed(directory.find(runs / study.name))  # before the lock, by which it tells that a launcher lives
     with only_launcher(runs / study.name):  # two clients that submit at once would submit everything twice

@@ -26,7 +26,7 @@ from moelab.experiment_file import Study, make_study, parse, read_experiment, re
 from moelab.machine import gpus
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
-from moelab.planning.sweep import on
+from moelab.planning.project import on
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, routing_of, routing_of_load
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
@@ -310,14 +310,12 @@ class ThroughputParameters(NotebookParameters):
 
 @_takes(
     "gpu nodes gpus_per_node network_gb_s pp tp ep seq_len local_batch routing price_per_gpu_hour watts_per_gpu "
-    "tokens_t grouped_gemm all_to_all draws most_gpus search_limit",
+    "tokens_t calibration search_limit",
     gpu=Literal["H100", "H200", "B200", "GB200"],
     network_gb_s=Positive,
     price_per_gpu_hour=Positive,
     watts_per_gpu=Positive,
     tokens_t=Positive,
-    draws=Annotated[int, Field(ge=10, le=10_000)],
-    most_gpus=Annotated[int, Field(ge=8, le=4096)],
 )
 class ProjectParameters(NotebookParameters):
     """Parameters of ``08_project_to_cluster``."""

@@ -11,8 +11,8 @@ import pandas as pd
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
 from moelab.launch.cluster import ClusterProfile
-from moelab.planning.project import project
-from moelab.planning.uncertainty import Estimate
+from moelab.planning.project import foresee, project
+from moelab.planning.trust import Estimate
 from moelab.runs import directory
 from moelab.runs.status import State
 from moelab.study_report import NothingToJudge, Report, judge_study
@@ -75,7 +75,7 @@ def bring_forward(
     if any(status.state in ACTIVE for status in states):
         say("Slurm has runs of this study: run the notebook again when they have ended")
     elif submit:
-        say(submit_to_slurm(study, runs, cluster).as_text())
+        say(submit_to_slurm(study, runs, cluster, foresee=foresee).as_text())
     else:
         say("nothing submitted: submit is False")
 

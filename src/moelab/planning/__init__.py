@@ -1,8 +1,8 @@
 """What an experiment would do: is it legal, does it fit, how long does a step take, and which layout is best.
 
 ``plan.py`` joins the layout's verdict with ``memory/`` (bytes at the fullest moment of each pipeline rank).
-``project.py`` predicts a step and what training costs; ``uncertainty.py`` says how far to trust it.
-``search.py`` does both for every legal layout, ``advice.py`` says the best of them and what each technique gains there.
+``project.py`` predicts a step and what training costs; ``trust.py`` says how far to trust it.
+``search.py`` does both for the legal layouts, ``advice.py`` says the best of them and what each technique gains there.
 
 ``time/`` is the arithmetic of a step: ``job.py`` a step with nothing left to resolve and what its software does,
 ``step.py`` its time from ``gemm.py`` (products, casts, attention), ``exchange.py`` (all-to-alls and collectives) and
@@ -10,7 +10,6 @@
 ``routing.py`` says where experts live, how tokens choose them and how many ranks and nodes a token reaches,
 ``traffic.py`` which bytes that puts on NVLink and on the network. Every constant is in ``calibration.py``.
 
-``gemm_fit.py`` has the intervals of what follows from the constants of products and casts, ``published.py`` the
-published two-by-two with its missing arm, ``measured.py`` the measurements of the package and the constants of a node,
-``validation.py`` the table of all errors, which ``benchmarks/validation`` makes. Nothing here imports torch.
+``tables.py`` reads the finished tables that ``benchmarks/validation`` makes, ``gemm_fit.py`` the draws of the constants
+of products, and ``measured.py`` the measurements that notebooks replay. Nothing here imports torch.
 """

@@ -26,7 +26,7 @@ from moelab.model.hugging_face import read_model
 from moelab.model.shape import SHAPES
 from moelab.planning.time.calibration import Calibration, with_values
 from moelab.planning.time.gemm import Rates, break_even_m, gain, rates_of
-from moelab.planning.uncertainty import CONFIDENCE, Estimate
+from moelab.planning.trust import CONFIDENCE, Estimate
 
 FILE = "gemm_fit.json"
 GOAL = 0.10

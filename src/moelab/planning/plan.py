@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -147,14 +147,6 @@ def plan(experiment: Experiment, *, path: Path | None = None, constants: MemoryC
         command=() if shape_for(experiment).plan_only else command(experiment, path),
         differences=differences(experiment),
     )
-
-
-def headroom_gib(experiment: Experiment) -> Callable[[Experiment, Layout], float] | None:
-    """What a search needs to know of memory; None where the GPU is not known."""
-    if not _gpu_is_known(experiment):
-        return None
-    gpu = gpu_of(experiment.hardware)
-    return lambda candidate, layout: estimate(candidate, layout, gpu).headroom_gib
 
 
 def _gpu_is_known(experiment: Experiment) -> bool:

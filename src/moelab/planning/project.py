@@ -1,37 +1,31 @@
-"""The prediction of a step in one call: how long it takes, where the time goes, how far to trust it.
+"""The prediction of a step in one call: how long it takes, where the time goes, how far to trust it, what it costs.
 
 An experiment is judged as ``moelab plan`` judges it; what is illegal or does not fit is refused with the plan's
 reasons. The interval adds up, part by part, what the validation table shows of that part's errors. A prediction outside
-of what the model was validated on says so in its label and in ``outside``.
+of what the model was validated on says so in its label and in ``outside``, and its interval is wider.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
-from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of
+from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of, has_native_mxfp8
+from moelab.launch.requirements import Foreseen
 from moelab.layout import check
 from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.model import flops_per_token, shape_for
 from moelab.planning.memory import MemoryConstants, estimate, memory_constants
+from moelab.planning.plan import plan
 from moelab.planning.time.calibration import CALIBRATION, Calibration
-from moelab.planning.time.exchange import waits_over_network
 from moelab.planning.time.job import Job, job_of
 from moelab.planning.time.step import step_parts_s
-from moelab.planning.uncertainty import (
-    ACCUMULATED,
-    CONFIDENCE,
-    WAIT,
-    Estimate,
-    gain_interval,
-    outside,
-    relative_width,
-)
+from moelab.planning.trust import CONFIDENCE, Estimate, gain_interval, outside, relative_width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +36,7 @@ class Projection:
     cluster: Cluster
     job: Job  # the step as the model saw it
     breakdown_s: dict[str, float]  # seconds of the step by part; they add up to it
-    flops: dict[str, int]  # operations of a token, TorchTitan's count and a causal one
+    flops: dict[str, int]  # operations of a token: TorchTitan's count, and those that are computed
     outside: tuple[str, ...]  # what lies outside of what the model was validated on; empty if nothing does
     notes: tuple[str, ...] = ()  # of the plan, on the tokens' way
 
@@ -60,13 +54,6 @@ class Projection:
     def label(self) -> str:
         """``derived``, and that it is extrapolated where it is."""
         return "derived, extrapolated" if self.outside else "derived"
-
-    @property
-    def rests_on(self) -> tuple[str, ...]:
-        """What advice from it rests on that is extrapolated, or in range and yet not identified."""
-        accumulates = self.job.pp == 1 and self.job.microbatches > 1
-        known_little = ((WAIT, waits_over_network(self.job)), (ACCUMULATED, accumulates))
-        return self.outside or tuple(reason for reason, applies in known_little if applies)
 
     @property
     def tflops(self) -> dict[str, float]:
@@ -97,6 +84,7 @@ class Projection:
             "label": self.label,
             "outside": list(self.outside),
             "notes": list(self.notes),
+            "document_tokens": self.job.stack.document_keys,
             "flops_per_token": self.flops,
             "tflops": self.tflops,
             "mfu": self.mfu,
@@ -138,6 +126,7 @@ def project(
     *,
     calibration: Calibration = CALIBRATION,
     constants: MemoryConstants = memory_constants,
+    document_tokens: float | None = None,
 ) -> Projection:
     """Predict the step of an experiment.
 
@@ -146,10 +135,12 @@ def project(
         cluster: another one than the experiment's ``hardware``.
         calibration: constants of the model.
         constants: of memory and of how uneven the router is, such as a measured load of the experts.
+        document_tokens: mean length of the documents that a sequence is packed with, which attention keeps apart; None
+            is that of the experiment's dataset.
 
     Raises:
-        Refused: if the layout is illegal or does not fit, with every reason.
-        BadInput: if the hardware lacks a figure that is needed, or has no such profile.
+        Refused: if the layout is illegal or does not fit, with every reason, or if its speed is not modelled.
+        BadInput: if the hardware lacks a figure that is needed, or has no such profile, or for an impossible length.
     """
     cluster = cluster or cluster_of(experiment.hardware)
     experiment = on_cluster(experiment, cluster)  # rules and kernels are those of the GPU that is asked about
@@ -170,6 +161,9 @@ def project(
             f"{memory.worst.rank}; {memory.dominant}"
         )
     job = job_of(experiment, verdict.layout, node, constants=constants)
+    if document_tokens is not None:
+        _require_positive(document_tokens=document_tokens)
+        job = replace(job, stack=replace(job.stack, document_keys=document_tokens))
     return Projection(
         experiment=experiment,
         cluster=cluster,
@@ -177,17 +171,31 @@ def project(
         breakdown_s=step_parts_s(job, calibration),
         flops={
             "torchtitan": flops_per_token(job.shape, experiment.seq_len),
-            "causal": flops_per_token(job.shape, experiment.seq_len, causal=True),
+            "computed": flops_per_token(job.shape, round(2 * job.keys), causal=True),
         },
         outside=outside(job),
         notes=tuple(note for note in verdict.notes if note.startswith("traffic")),  # the others do not bear on speed
     )
 
 
-def gain_over(with_it: Projection, without: Projection, calibration: Calibration) -> Estimate:
+def foresee(experiment: Experiment) -> Foreseen:
+    """What a launch needs to know of an arm: memory, and how long a step takes at most."""
+    planned, step_s = plan(experiment), None
+    with suppress(BadInput, Refused):  # hardware without figures, or an arm that cannot run
+        projection = project(experiment)
+        step_s = projection.job.tokens_per_gpu / projection.interval[0]
+    if planned.memory is None or planned.fits is None:
+        return Foreseen(slowest_step_s=step_s)
+    memory = planned.memory
+    words = f"{memory.worst_gib:.1f} of {memory.capacity_gib:.1f} GiB on the fullest GPU (predicted)"
+    return Foreseen(fits=planned.fits, memory=words, dominant=memory.dominant, slowest_step_s=step_s)
+
+
+def gain_over(with_it: Projection, without: Projection) -> Estimate:
     """Percent that one projected step is faster than another on the same machine, with its 90 % interval."""
     extrapolated = bool(with_it.outside or without.outside)
-    return gain_interval(with_it.job, without.job, calibration, extrapolated=extrapolated)
+    parts_s = with_it.breakdown_s, without.breakdown_s
+    return gain_interval(with_it.job, without.job, parts_s, extrapolated=extrapolated)
 
 
 def on_cluster(experiment: Experiment, cluster: Cluster) -> Experiment:
@@ -250,6 +258,39 @@ def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
     return replace(cluster, name=f"{cluster.name}, {nic_gb_s:g} GB/s", node=replace(cluster.node, nic_gb_s=figure))
 
 
+KINDS: Mapping[str, str] = {
+    "H100": "h100_x1024",
+    "H200": "h200_x256",
+    "B200": "b200_x256",
+    "GB200": "gb200_nvl72_x4",
+}
+"""The profile of a cluster of each kind of GPU, for its node and its network card."""
+
+
+def cluster_like(gpu: str, *, nodes: int, network_gb_s: float | None = None) -> Cluster:
+    """A cluster of a kind of GPU with another size and another network.
+
+    ``gpu`` is a name of :data:`KINDS`; ``network_gb_s`` that of each GPU's card each way, GB/s, None the profile's.
+
+    Raises:
+        BadInput: for an unknown GPU or an impossible figure.
+    """
+    if gpu not in KINDS:
+        raise BadInput(f"gpu is {gpu!r}; the kinds are {', '.join(KINDS)}")
+    like = replace(cluster_of(KINDS[gpu]), nodes=nodes)
+    return like if network_gb_s is None else with_network(like, network_gb_s)
+
+
+def on(gpu: str, experiment: Experiment, **changes: Any) -> Experiment:
+    """An experiment on a kind of GPU; its 8-bit format is the one that the GPU's tensor cores have."""
+    fields = {**experiment.model_dump(), **changes, "hardware": KINDS[gpu]}  # validated: a copy would not be
+    native = has_native_mxfp8(cluster_of(KINDS[gpu]).node.gpu.capability)
+    if fields["precision"] != Precision.BF16:
+        # Defaults of the rest: what was asked of one format's kernels means nothing to the other.
+        fields |= {"precision": "mxfp8" if native else "fp8", "wgrad": "mxfp8", "mxfp8_kernels": "auto"}
+    return Experiment.model_validate(fields)
+
+
 DEEPSEEK_TOKENS = 14.8e12
 """Tokens that DeepSeek-V3 was trained on (its technical report)."""
 
@@ -278,10 +319,7 @@ def cost(
     Raises:
         BadInput: for a number that is not positive.
     """
-    given = {"price_per_gpu_hour": price_per_gpu_hour, "watts_per_gpu": watts_per_gpu, "tokens": tokens}
-    for name, value in given.items():
-        if not 0 < value < float("inf"):
-            raise BadInput(f"{name} is {value}; give a positive number")
+    _require_positive(price_per_gpu_hour=price_per_gpu_hour, watts_per_gpu=watts_per_gpu, tokens=tokens)
     gpu_hours = tokens / projection.tps / 3600
     return Cost(
         gpu_hours=gpu_hours,
@@ -291,12 +329,30 @@ def cost(
     )
 
 
+def _require_positive(**given: float) -> None:
+    for name, value in given.items():
+        if not 0 < value < math.inf:  # NaN too
+            raise BadInput(f"{name} is {value}; give a positive number")
+
+
 def speed_text(projection: Projection) -> str:
-    """Tokens/s per GPU with the interval, whether it rests on what was never seen, and the MFU of causal attention."""
+    """Tokens/s per GPU with the interval, whether it is extrapolated, and the MFU of what is computed."""
     low, high = projection.interval
-    label = "derived, extrapolated" if projection.rests_on else "derived"
-    speed = f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {label})"
-    return f"{speed} · MFU {100 * projection.mfu['causal']:.0f} %"
+    speed = (
+        f"{projection.tps:,.0f} tokens/s per GPU ({low:,.0f} to {high:,.0f} with 90 % confidence; {projection.label})"
+    )
+    return f"{speed} · MFU {100 * projection.mfu['computed']:.0f} %"
+
+
+def documents_text(projection: Projection) -> str:
+    """What is assumed of the documents in a sequence; nothing where attention does not tell them apart."""
+    tokens = projection.job.stack.document_keys
+    if tokens is None or tokens >= projection.job.seq_len / 2:
+        return ""
+    return (
+        f"documents: of {tokens:g} tokens on average (assumed: {projection.experiment.dataset}'s), which attention "
+        "keeps apart, so that a longer seq_len costs no more; moelab project --document-tokens takes your own"
+    )
 
 
 def projection_text(projection: Projection) -> str:
@@ -308,35 +364,38 @@ def projection_text(projection: Projection) -> str:
         f"{projection.experiment.model_label}, arm {projection.experiment.arm}, {projection.job.gpus} GPUs, "
         f"hardware {projection.cluster.name}",
     ]
+    counts = {"torchtitan": "by TorchTitan's count", "computed": "of what is computed"}
     for count, tflops in projection.tflops.items():
         counted = f"{projection.flops[count] / 1e9:.1f} GFLOP per token"
-        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {projection.mfu[count]:.1%} by the {count} count, {counted}")
-    lines += map(extrapolated, projection.rests_on)
-    lines += projection.notes
-    rows = [
+        lines.append(f"{tflops:.0f} TFLOP/s/GPU, MFU {projection.mfu[count]:.1%} {counts[count]}, {counted}")
+    lines += [*remarks(projection), ""]
+    parts = [
         (part, f"{seconds:.3f} s", f"{seconds / projection.step_time_s:.1%}")
         for part, seconds in sorted(projection.breakdown_s.items(), key=lambda item: -item[1])
         if seconds > 0
     ]
-    return "\n".join([*lines, "", *aligned(rows)])
+    return "\n".join([*lines, *aligned(parts)])
 
 
-def arms_text(projections: Mapping[str, Projection]) -> str:
-    """Arms beside each other; gains are over the first."""
+def remarks(projection: Projection) -> list[str]:
+    """What a reader has to know beside the figures: what is extrapolated and assumed, and the plan's notes."""
+    words = [*map(extrapolated, projection.outside), documents_text(projection), *projection.notes]
+    return [one for one in words if one]
+
+
+def arms_text(projections: Mapping[str, Projection], refused: Mapping[str, str]) -> str:
+    """Arms beside each other, gains over the first, and why the ``refused`` ones are not projected."""
     first = next(iter(projections.values())).tps
-    rows = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
+    table = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
     for arm, one in projections.items():
         low, high = one.interval
-        rows.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
-    # each reason once, in the order of the arms
-    reasons = dict.fromkeys(
-        reason for one in projections.values() for reason in (*map(extrapolated, one.rests_on), *one.notes)
-    )
-    return "\n".join([*aligned(rows), *reasons])
+        table.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
+    told = dict.fromkeys(words for one in projections.values() for words in remarks(one))  # each once
+    return "\n".join([*aligned(table), *told, *(f"{arm} is not projected: {why}" for arm, why in refused.items())])
 
 
 def extrapolated(reason: str) -> str:
-    """How advice names one of :attr:`Projection.rests_on`."""
+    """How one of :attr:`Projection.outside` is named beside its figure."""
     return f"extrapolated from limited evidence: {reason}"
 
 

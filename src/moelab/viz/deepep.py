@@ -1,9 +1,9 @@
-"""DeepEP drawn: quoted bandwidths, the memory that the gather costs, exchanges, the two-by-two, degrees in a node."""
+"""DeepEP drawn: quoted bandwidths, the memory that the gather costs, exchanges, the two-by-two."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -21,18 +21,7 @@ from moelab.analysis.two_by_two import (
     shape_words,
     two_by_two_label,
 )
-from moelab.planning.measured import (
-    EP_DEGREES,
-    OPERATIONS,
-    ROUTINGS,
-    SCALING,
-    Measurement,
-    Place,
-    Row,
-    four_exchanges,
-    node_gains,
-    payload_gb_s,
-)
+from moelab.planning.measured import Measurement, Row
 from moelab.planning.time.exchange import QuotedBandwidth
 from moelab.planning.time.traffic import Pass, moved_gb, passes_ms
 from moelab.viz.draw import (
@@ -50,6 +39,8 @@ from moelab.viz.draw import (
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, arm_styles, new_figure, plot_text, span
 from moelab.viz.traffic import ROUTING_LABELS
 
+OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
+"""Of rows of exchanges; :mod:`moelab.micro.exchange`, which measures them, loads torch."""
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
 _PASS_COLORS = {"copy out": "#0072B2", "gather": "#56B4E9", "pad": "#D55E00", "quantise": "#E69F00"}
@@ -119,6 +110,39 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
 
 
 # --- measured exchanges ----------------------------------------------------------------------------------------------
+
+
+class FourExchanges(NamedTuple):
+    """A layer's four exchanges together, ms: of the standard all-to-all, and of the fastest other arm."""
+
+    standard_ms: float
+    fastest: str
+    fastest_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the fastest is."""
+        return self.standard_ms / self.fastest_ms
+
+
+def four_exchanges(rows: Iterable[Row], arms: Collection[str]) -> FourExchanges | None:
+    """Medians of one size and routing, added up; None where the standard arm or all others lack an operation."""
+    medians = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
+    sums_ms = {
+        arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
+        for arm in arms
+        if all((arm, operation) in medians for operation in OPERATIONS)
+    }
+    standard_ms = sums_ms.pop("standard bf16", None)
+    if standard_ms is None or not sums_ms:
+        return None
+    fastest = min(sums_ms, key=sums_ms.__getitem__)
+    return FourExchanges(standard_ms, fastest, sums_ms[fastest])
+
+
+def payload_gb_s(row: Row) -> float:
+    """What of an exchange crosses between ranks, over the time of the whole operation."""
+    return float(row["physical_bytes"] / row["us_median"] / 1e3)  # bytes a µs are 1e-3 GB/s
 
 
 def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
@@ -332,68 +356,3 @@ def replayed(measured: Measurement) -> str:
     if device.startswith("CPU"):
         return "CPU processes over gloo: no measure of a GPU"
     return "measured elsewhere, replayed" if measured.packaged else ""
-
-
-# Degrees inside one node: what was predicted, and what was measured
-
-SCALING_ARMS = ("bf16_deepep", "fp8_deepep_dispatch-fp8")
-ASIDE = 0.07
-"""How far apart a prediction and a measurement of the same arm are drawn."""
-
-
-def scaling(predicted: Mapping[str, Any], full_node: Measurement, two_by_two: Measurement) -> go.Figure:
-    """Gain over stock at the same degree, both under full checkpointing, a panel for each routing.
-
-    ``predicted`` is the content of ``h100_full_node_predicted``; ``two_by_two`` has two GPUs, while no node has.
-    """
-    newest = full_node if full_node.rows else two_by_two  # two GPUs of the two-by-two, while no node was measured
-    gains = node_gains(predicted, full_node, two_by_two, SCALING_ARMS)
-    checkpointing = checkpointing_words(predicted["shapes"][SCALING]["activation_checkpoint"])
-    open_ = [f"EP {ep}" for ep in EP_DEGREES if ep not in {place.ep for place in gains.measured}]
-    # The title is of the first arm at both ends of the degrees measured, or predicted if one alone was.
-    first = SCALING_ARMS[0]
-    eps = [ep for ep in EP_DEGREES if all(Place(SCALING, ep, routing, first) in gains.measured for routing in ROUTINGS)]
-    told, verb = (gains.measured, "gains") if len(eps) > 1 else (gains.predicted, "is predicted to gain")
-    ends = [eps[0], eps[-1]] if len(eps) > 1 else [EP_DEGREES[0], EP_DEGREES[-1]]
-    spans = [
-        " to ".join(f"{told[Place(SCALING, ep, routing, first)][1]:.2f}" for ep in ends)
-        + f" × under {ROUTING_LABELS[routing]}"
-        for routing in ROUTINGS
-    ]
-    figure = panels(
-        f"{two_by_two_label(first)} {verb} {' and '.join(spans)} routing, from EP {ends[0]} to EP {ends[1]}",
-        [f"{ROUTING_LABELS[routing]} routing" for routing in ROUTINGS],
-        subtitle=f"{SCALING}, {checkpointing}: tokens/s over stock at the same degree. Open: predicted on "
-        f"{predicted['date'][:10]} (derived, 90 % interval); filled: median of all steps with quartiles, "
-        f"{newest.stamp}; {gains.within} of {len(gains.measured)} lie in their interval.",
-        note=f"predicted: {', '.join(open_)} not measured yet" if open_ else "",
-        height=420,
-        shared=True,
-    )
-    for column, routing in enumerate(ROUTINGS, start=1):
-        for side, (arm, style) in enumerate(arm_styles(SCALING_ARMS).items()):
-            middle = (side - (len(SCALING_ARMS) - 1) / 2) * 3 * ASIDE
-            name, line = plot_text(two_by_two_label(arm)), {"color": style.color, "dash": "dot", "width": 1.5}
-            outline = {"symbol": f"{style.symbol}-open", "line_width": 2}
-            hollow = {"mode": "lines+markers", "line": line, "marker": outline}
-            filled = {"mode": "markers", "marker": {"color": style.color, "symbol": style.symbol}}
-            for what, all_ends, aside, look in (
-                ("predicted", gains.predicted, -ASIDE / 2, hollow),
-                ("measured", gains.measured, ASIDE / 2, filled),
-            ):
-                of_arm = {at.ep: ends for at, ends in all_ends.items() if (at.routing, at.arm) == (routing, arm)}
-                figure.add_scatter(
-                    x=[EP_DEGREES.index(ep) + middle + aside for ep in of_arm],
-                    y=[value for _, value, _ in of_arm.values()],
-                    error_y=error_bars(list(of_arm.values()), color=style.color, thickness=1.2, width=4),
-                    hovertemplate=f"{name}, {what}: %{{y:.3f}} ×<extra></extra>",
-                    marker_size=11,
-                    **in_panel(column, f"{name}, {what}"),
-                    **look,
-                )
-    figure.add_hline(y=1, line={"color": MUTED, "width": 1, "dash": "dot"})
-    places = list(range(len(EP_DEGREES)))
-    figure.update_xaxes(tickvals=places, ticktext=[f"EP {ep}" for ep in EP_DEGREES], showgrid=False)
-    figure.update_xaxes(range=[-0.5, len(EP_DEGREES) - 0.5])
-    figure.update_yaxes(title_text="× stock", col=1)
-    return figure.update_layout(legend_y=-0.14)

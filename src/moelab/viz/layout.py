@@ -497,11 +497,11 @@ def best_layouts(recommended: Recommendation) -> TableView:
             {
                 "tokens/s per GPU": round(one.projection.tps),
                 "90 % interval": f"{low:,.0f} to {high:,.0f}",
-                "MFU (%)": 100 * one.projection.mfu["causal"],
+                "MFU (%)": 100 * one.projection.mfu["computed"],
                 "layout": layout_words(one.experiment),
                 "free (GiB)": one.headroom_gib,
                 "bubble (%)": 100 * one.bubble_fraction,
-                "rests on": "; ".join(one.projection.rests_on) or "what was seen",
+                "rests on": "; ".join(one.projection.outside) or "what was seen",
             }
         )
     return as_table(pd.DataFrame(table), "Best layouts", decimals={"MFU (%)": 1, "free (GiB)": 1, "bubble (%)": 1})
@@ -518,7 +518,7 @@ def technique_gains(recommended: Recommendation) -> TableView:
         if gain.with_it:
             row["tokens/s per GPU"] = round(gain.with_it.tps)
             row["gain"] = gain.percent_text
-        why = [gain.why, *map(extrapolated, gain.rests_on[:1])]
+        why = [gain.why, *map(extrapolated, gain.outside[:1])]
         layout = layout_words(gain.with_it.experiment) if gain.with_it else ""
         table.append(row | {"best layout": layout, "why": "; ".join(filter(None, why))})
     return as_table(pd.DataFrame(table), "What each technique gains, every row at its own best layout")

@@ -1,4 +1,4 @@
-"""The projection drawn: the parts of a step, arms and their gains, the way to another stack, what if, an explorer."""
+"""The projection drawn: the parts of a step, arms and their gains, the way to another stack, an explorer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from moelab.experiment import Experiment
 from moelab.layout import check
 from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.planning.memory import estimate
-from moelab.planning.project import DEEPSEEK_TOKENS, GROUPS, Cost, Projection, cost, group_s, project, step_s
-from moelab.planning.published import TwoByTwo
-from moelab.planning.sweep import GPUS_OF_NODE, PROFILES, Point, cluster_like, on
-from moelab.planning.time.calibration import CALIBRATION
-from moelab.planning.uncertainty import OUTSIDE_FACTOR, Estimate
-from moelab.planning.validation import Change, added_tps
+from moelab.planning.project import (
+    DEEPSEEK_TOKENS,
+    GROUPS,
+    KINDS,
+    Cost,
+    Projection,
+    cluster_like,
+    cost,
+    group_s,
+    on,
+    project,
+    step_s,
+)
+from moelab.planning.tables import Change, TwoByTwo
+from moelab.planning.trust import Estimate
 from moelab.viz.draw import (
     diamonds,
     draw_arm_axis,
-    draw_band,
     draw_bars,
     error_bars,
     inside,
@@ -34,7 +42,7 @@ from moelab.viz.draw import (
     write_beside,
 )
 from moelab.viz.table import TableView, as_table
-from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, ArmStyle, arm_styles, new_figure, wrap
+from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, arm_styles, new_figure, wrap
 from moelab.viz.widget import Explorer, labelled_control, menu, menus
 
 _GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
@@ -290,7 +298,7 @@ def arm_table(
 ) -> TableView:
     """Speed of each arm with its 90 % interval, its gain, and what a whole training takes.
 
-    Gains are percent over the first arm, as of ``sweep.gains_by_network``; ``words``: what is projected.
+    Gains are percent over the first arm, as of :func:`moelab.planning.project.gain_over`; ``words``: what is projected.
     """
     rows = [
         {
@@ -299,7 +307,7 @@ def arm_table(
             "90 % interval": f"{one.interval[0]:,.0f} to {one.interval[1]:,.0f}",
             f"gain over {arm_label(next(iter(projected)))}": _interval(gains[arm]) if arm in gains else "–",
             "seconds a step": one.step_time_s,
-            "MFU (%)": 100 * one.mfu["causal"],
+            "MFU (%)": 100 * one.mfu["computed"],
             "M GPU-hours": costs[arm].gpu_hours / 1e6,
             "M USD": costs[arm].price / 1e6,
             "GWh": costs[arm].energy_mwh / 1e3,
@@ -311,30 +319,15 @@ def arm_table(
     return as_table(pd.DataFrame(rows), words, decimals=decimals)
 
 
-def constants_table(by_files: Mapping[str, float]) -> TableView:
-    """Constants that a node's files decide, beside the model's own."""
-    known = {name: getattr(CALIBRATION, name) for name in by_files}
-    rows = [
-        {
-            "constant": known[name].what,
-            "by these files": value,
-            "in the model": known[name].value,
-            "how known": known[name].how,
-            "source": known[name].source,
-        }
-        for name, value in by_files.items()
-    ]
-    return as_table(pd.DataFrame(rows), "Constants by these files", decimals={"by these files": 3, "in the model": 3})
-
-
-# The way to another stack, and what if
+# The way to another stack
 
 UP, DOWN = "#009E73", "#D55E00"
 
 
 def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
-    """What each change of :func:`moelab.planning.validation.waterfall` adds, between published tokens/s per GPU."""
-    before, steps = [0.0, *(change.tps for change in changes[:-1])], added_tps(changes)
+    """What each change of :func:`moelab.planning.tables.waterfall` adds, between published tokens/s per GPU."""
+    before = [0.0, *(change.tps for change in changes[:-1])]  # the first change is whole
+    steps = [change.tps - start for change, start in zip(changes, before, strict=True)]
     most = max(range(1, len(steps)), key=steps.__getitem__)
     figure = new_figure(
         f"The largest of {len(steps) - 1} steps from {changes[0].tps:,.0f} to {changes[-1].tps:,.0f}: "
@@ -361,92 +354,17 @@ def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_las
     return list_rows(figure, "tokens/s per GPU", showlegend=False, bargap=0.3)
 
 
-HOLLOW = f"Hollow: outside of what the model was validated on, interval {OUTSIDE_FACTOR:g} times as wide."
-KINDS: Mapping[str, ArmStyle] = {
-    "H100": ArmStyle(label="H100", color="#009E73", dash="longdash", symbol="cross"),
-    "H200": ArmStyle(label="H200", color="#CC79A7", dash="dot", symbol="diamond"),
-    "B200": ArmStyle(label="B200", color="#0072B2", dash="solid", symbol="circle"),
-    "GB200": ArmStyle(label="GB200", color="#D55E00", dash="dash", symbol="square"),
-}
-
-
-def network_gains(points: Sequence[Point], gains: Mapping[str, Mapping[float, Estimate]], *, words: str) -> go.Figure:
-    """What each technique gains against the bandwidth of each GPU's network card, with its interval.
-
-    Points are of ``sweep.by_network``, gains of its ``gains_by_network``; ``words`` name model and cluster.
-    """
-    styles = arm_styles(gains)
-    networks = sorted({point.x for point in points})
-    first, last = (gains["bf16_deepep"][x] for x in (networks[0], networks[-1]))
-    figure = new_figure(
-        f"DeepEP gains {_interval(first)} at {networks[0]:g} GB/s and {_interval(last)} at {networks[-1]:g} GB/s",
-        subtitle=f"{words} Gain in tokens/s over {arm_label(BASELINE)}, with its 90 % interval: both arms are "
-        f"projected with the same drawn constants. {HOLLOW}",
-        note="derived: the step-time model",
-        width=WIDE,
-    )
-    extrapolated = {(point.series, point.x) for point in points if point.projection.outside}
-    for number, (arm, style) in enumerate(styles.items()):
-        spans = [(gains[arm][x].low, gains[arm][x].value, gains[arm][x].high) for x in networks]
-        look = style.marker(10, hollow=[bool({(arm, x), (BASELINE, x)} & extrapolated) for x in networks])
-        # Arms stand beside each other at each network: their intervals would hide one another.
-        places = [place + 0.12 * (number - (len(styles) - 1) / 2) for place in range(len(networks))]
-        named = {"name": style.label, "marker": look, "hovertemplate": "%{y:+.1f} %"}
-        figure.add_trace(interval_marks(places, spans, along="y", color=style.color, **named))
-    figure.add_hline(y=0, line={"color": MUTED, "width": 1.5})
-    ticks = {"tickvals": list(range(len(networks))), "ticktext": [f"{x:g}" for x in networks], "showgrid": False}
-    figure.update_xaxes(title_text="network of each GPU, each way (GB/s)", **ticks)
-    figure.update_yaxes(title_text="gain (%)", ticksuffix=" %")
-    return figure.update_layout(legend_y=-0.22)
-
-
 def _interval(gain: Estimate) -> str:
     """A gain in percent with its interval."""
     return f"{gain.value:+.0f} % ({gain.low:+.0f} to {gain.high:+.0f})"
 
 
-def size_curves(points: Sequence[Point], *, words: str) -> go.Figure:
-    """Throughput of each kind of GPU against their number, each size with its fastest layout."""
-    best = max(points, key=lambda point: point.projection.tps)
-    figure = new_figure(
-        f"Most for each GPU: {best.x:,.0f} {best.series} with {_degrees(best)}, {best.projection.tps:,.0f} tokens/s",
-        subtitle=f"{words} Each size with the fastest layout of those tried; where a line begins the model fits. "
-        f"Bands: 90 % intervals. {HOLLOW}",
-        note="derived: the step-time model",
-    )
-    for kind, style in KINDS.items():
-        line = sorted((point for point in points if point.series == kind), key=lambda point: point.x)
-        if not line:  # the model fits on none of these sizes
-            continue
-        xs = [point.x for point in line]
-        low, high = (pd.Series(ends, xs) for ends in zip(*(one.projection.interval for one in line), strict=True))
-        draw_band(figure, low, high, style, opacity=0.12)
-        figure.add_scatter(
-            x=xs,
-            y=[point.projection.tps for point in line],
-            mode="lines+markers",
-            name=style.label,
-            legendgroup=style.label,
-            line=style.line(2),
-            marker=style.marker(9, hollow=[bool(point.projection.outside) for point in line]),
-            customdata=[f"{_degrees(point)}; {point.projection.label}" for point in line],
-            hovertemplate="%{x:g}: %{y:,.0f} tokens/s (%{customdata})",
-        )
-    ticks = sorted({point.x for point in points})
-    figure.update_xaxes(title_text="GPUs", type="log", tickvals=ticks, ticktext=[f"{x:,.0f}" for x in ticks])
-    figure.update_yaxes(title_text="tokens/s per GPU", rangemode="tozero", tickformat=",")
-    return figure.update_layout(legend_y=-0.22)
-
-
-def _degrees(point: Point) -> str:
-    one = point.projection.experiment
-    return f"PP {one.pp}, TP {one.tp}, EP {one.ep}"
-
-
 # Live
 
+_GPUS_OF_NODE = {"H100": 8, "H200": 8, "B200": 8, "GB200": 64}
+"""GPUs of a node that a layout of powers of two uses."""
 _MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
-    "gpu": ("GPU", {gpu: gpu for gpu in PROFILES}),
+    "gpu": ("GPU", {gpu: gpu for gpu in KINDS}),
     "gpus": ("number of GPUs", {count: f"{count:,}" for count in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)}),
     "precision": ("experts in", {"bf16": "BF16", "mxfp8": "MXFP8 or FP8"}),
     "ep_backend": ("dispatch by", {"standard": "standard all-to-all", "deepep": "DeepEP"}),
@@ -505,7 +423,7 @@ class ProjectionExplorer(Explorer):
         """
         chosen = self.chosen
         # Fewer GPUs than a node has are a part of one node.
-        node = min(chosen["gpus"], GPUS_OF_NODE[chosen["gpu"]])
+        node = min(chosen["gpus"], _GPUS_OF_NODE[chosen["gpu"]])
         fields = {name: chosen[name] for name in _MENUS if name in Experiment.model_fields}
         fields |= {"nodes": chosen["gpus"] // node, "gpus_per_node": node, "dp_shard": -1}
         if chosen["model"] in IN_MENUS:
@@ -528,7 +446,7 @@ class ProjectionExplorer(Explorer):
         words = (
             f"<b>Legal · fits</b> ({memory.worst_gib:.0f}{room} GiB) · "
             f"<b>{shown.tps:,.0f} tokens/s per GPU</b> ({low:,.0f} to {high:,.0f} with 90 % confidence; {shown.label}) "
-            f"· {shown.step_time_s:,.2f} s a step · MFU {shown.mfu['causal']:.1%}<br>"
+            f"· {shown.step_time_s:,.2f} s a step · MFU {shown.mfu['computed']:.1%}<br>"
             f"{DEEPSEEK_TOKENS / 1e12:g} T tokens: {spent.gpu_hours / 1e6:,.2f} M GPU-hours · {spent.days:,.0f} days · "
             f"{spent.price / 1e6:,.1f} M USD · {spent.energy_mwh / 1e3:,.1f} GWh{''.join(outside)}"
         )

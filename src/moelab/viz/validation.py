@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from moelab.analysis.arms import arm_label
 from moelab.analysis.two_by_two import CODE, FUSED
-from moelab.planning.validation import GAIN, ValidationRow, coverage, median_error, timed
+from moelab.planning.tables import GAIN, ValidationRow, coverage, median_error, timed
 from moelab.viz.draw import list_rows
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap
 from moelab.viz.traffic import ROUTING_LABELS

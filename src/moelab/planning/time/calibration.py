@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import yaml
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -195,17 +194,3 @@ def read_calibration(name: str) -> Calibration:
     changed = with_values(**content.constants)
     measured = {"how": "measured", "source": content.source}
     return replace(changed, **{name: replace(getattr(changed, name), **measured) for name in content.constants})
-
-
-CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
-"""Relative standard deviation of a constant by how it is known."""
-
-
-def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
-    """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
-    values = {
-        name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
-        for name, constant in calibration.constants.items()
-        if constant.value  # what is zero stays so
-    }
-    return with_values(calibration, **values)

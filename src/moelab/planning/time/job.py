@@ -212,6 +212,12 @@ class Job:
         return expected_rows(destinations, self.placement, METHOD_OF_BACKEND[self.work.backend])
 
     @property
+    def keys(self) -> float:
+        """Keys that a query meets on average, of its own document and before it."""
+        documents = self.stack.document_keys
+        return self.seq_len / 2 if documents is None else min(self.seq_len / 2, documents)
+
+    @property
     def recomputes_layers(self) -> bool:
         """Whether the backward pass runs layers again, experts and dispatch among them."""
         return self.checkpointing in ("selective", "full", "full+dispatch")

@@ -1,22 +1,35 @@
-"""How far a prediction can be trusted: the width of its interval, and what lies outside of what the model has seen."""
+"""How far a prediction can be trusted: what lies outside of what was measured, and how wide the interval is."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from moelab.experiment import EPBackend, Precision
 from moelab.hardware import ROCM
-from moelab.planning.time.calibration import Calibration, drawn
+from moelab.model import count_parameters
 from moelab.planning.time.exchange import waits_over_network
 from moelab.planning.time.gemm import is_blackwell
-from moelab.planning.time.job import CATEGORIES, PART_SPREAD, Job, Times
-from moelab.planning.time.step import step_parts_s
+from moelab.planning.time.job import PART_SPREAD, Job
 
 CONFIDENCE = 0.9
+DEVIATIONS = 1.645
+"""Standard deviations to either side that hold 90 % of a normal distribution."""
+SYSTEM_SPREAD = 0.09
+"""Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half
+of them are less than 8 % off."""
+OUTSIDE_FACTOR = 1.8
+"""How much wider an interval is outside of what the model was validated on: enough for nine of ten such rows of the
+validation table; one of GB300, 28 % off, is the worst."""
+GPUS_SEEN = ("H100", "H200", "H800", "B200")
+MOST_GPUS, LEAST_TOKENS, SEQUENCES, NETWORK_GB_S = 512, 1024, (2048, 8192), 50.0
+DIMENSIONS = ((2048, 7168), (768, 2048))
+"""Least and most of a model's and its experts' dimensions, from Qwen3-30B to DeepSeek-V3."""
+MOST_TP, MOST_WITHOUT_PIPELINE = 4, 35e9
+"""Tensor-parallel ranks, and parameters of a model that was timed without a pipeline: Qwen3-30B's."""
+MOST_IMBALANCE = 1.5
+"""Of the busiest rank, over the mean: what is known of a router's own choice in public steps is that it trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,32 +45,18 @@ class Estimate:
         return self.value / known - 1
 
 
-SYSTEM_SPREAD = 0.09
-"""Standard deviation of a whole step between two systems of one kind, from public steps of the validation table: half
-of them are less than 8 % off."""
-OUTSIDE_FACTOR = 1.8
-"""How much wider an interval is outside of what the model was validated on: enough for nine of ten such rows of the
-validation table; one of GB300, 28 % off, is the worst."""
-GPUS_SEEN = ("H100", "H200", "H800", "B200")
-MOST_GPUS, LEAST_TOKENS, SEQUENCES, NETWORK_GB_S = 512, 1024, (2048, 8192), 50.0
-DIMENSIONS = ((2048, 7168), (768, 2048))
-"""Least and most of a model's and its experts' dimensions, from Qwen3-30B to DeepSeek-V3."""
-MOST_IMBALANCE = 1.5
-"""Of the busiest rank, over the mean: what is known of a router's own choice in public steps is that it trained."""
-WAIT = "waiting at TorchTitan's exchanges over the network: known only from public 671B steps with EP 32"
-
-ACCUMULATED = "gradients accumulated without a pipeline: no public step of TorchTitan does so"
-
-
 def relative_width(parts_s: Mapping[str, float], *, extrapolated: bool = False) -> float:
     """Half the width of the 90 % interval of a step, relative to it; parts err independently of each other."""
     step_s = sum(parts_s.values())
     variance = sum((PART_SPREAD[part] * seconds / step_s) ** 2 for part, seconds in parts_s.items())
-    # 1.645 standard deviations to either side hold 90 % of a normal distribution
-    return 1.645 * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
+    return DEVIATIONS * math.sqrt(variance + SYSTEM_SPREAD**2) * (OUTSIDE_FACTOR if extrapolated else 1.0)
 
 
-GAIN_DRAWS = 64
+def least_width(*, extrapolated: bool) -> float:
+    """Of all steps: what :func:`relative_width` is never below."""
+    return DEVIATIONS * SYSTEM_SPREAD * (OUTSIDE_FACTOR if extrapolated else 1.0)
+
+
 OWN_PARTS: Mapping[str, tuple[str, ...]] = {
     "dispatcher": ("all-to-all", "permutation and padding", "host and waiting"),
     "precision": ("expert GEMMs", "quantisation"),
@@ -65,54 +64,42 @@ OWN_PARTS: Mapping[str, tuple[str, ...]] = {
 """Parts whose kernels a technique replaces."""
 
 
-def gain_interval(with_it: Job, without: Job, calibration: Calibration, *, extrapolated: bool = False) -> Estimate:
-    """Percent that one job is faster than another on the same machine, with its 90 % interval.
+def gain_interval(
+    with_it: Job, without: Job, parts_s: tuple[Mapping[str, float], Mapping[str, float]], *, extrapolated: bool = False
+) -> Estimate:
+    """Percent that one step is faster than another on the same machine, with its 90 % interval.
 
-    Both sides are priced with the same drawn constants, and each part errs alike on both, but for the parts whose
-    kernels differ: of these the one side's error says nothing of the other's.
+    Each part errs alike on both sides, and what they share cancels, but for the parts whose kernels differ: of these
+    the one side's error says nothing of the other's. ``parts_s`` are seconds of either step, ``with_it``'s first.
     """
     own: tuple[str, ...] = ()
     if with_it.work.backend != without.work.backend:
         own += OWN_PARTS["dispatcher"]
     if with_it.precision != without.precision:
         own += OWN_PARTS["precision"]
-    random = np.random.default_rng(0)  # the same draws for every pair: a ranking by gains does not flicker
-    spread = np.array([PART_SPREAD[part] for part in CATEGORIES])
-    differs = np.array([part in own for part in CATEGORIES])
-
-    def log_speeds(constants: Calibration, errors: Sequence[Times]) -> Times:
-        speeds = []
-        for job, factors in zip((with_it, without), errors, strict=True):
-            parts_s = step_parts_s(job, constants)
-            seconds = sum(error * parts_s[part] for part, error in zip(CATEGORIES, factors, strict=True))
-            speeds.append(job.tokens_per_gpu / seconds)
-        return np.log(speeds)
-
-    exact = np.ones(len(CATEGORIES))
-    one, other = log_speeds(calibration, (exact, exact))  # the middle is the projections' own, not that of the draws
-    logs = []
-    for _ in range(GAIN_DRAWS):
-        shared = np.exp(random.normal(0, spread))  # a factor: no part can take less than no time
-        apart = np.where(differs, np.exp(random.normal(0, spread)), shared)
-        drawn_one, drawn_other = log_speeds(drawn(calibration, random), (apart, shared))
-        logs.append(drawn_one - drawn_other)  # what both sides err alike cancels
-    width = 1.645 * float(np.std(logs)) * (OUTSIDE_FACTOR if extrapolated else 1.0)
-    low, value, high = (100 * (math.exp(one - other + side) - 1) for side in (-width, 0.0, width))
+    whole = [sum(parts.values()) for parts in parts_s]
+    variance = 0.0
+    for part, spread in PART_SPREAD.items():
+        one, other = (parts[part] / step_s for parts, step_s in zip(parts_s, whole, strict=True))
+        variance += spread**2 * (one**2 + other**2 if part in own else (one - other) ** 2)
+    width = DEVIATIONS * math.sqrt(variance) * (OUTSIDE_FACTOR if extrapolated else 1.0)
+    gain = math.log(with_it.tokens_per_gpu / whole[0]) - math.log(without.tokens_per_gpu / whole[1])
+    low, value, high = (100 * math.expm1(gain + side) for side in (-width, 0.0, width))
     return Estimate(value=value, low=low, high=high)
 
 
 def outside(job: Job) -> tuple[str, ...]:
     """What of a job lies outside of what the model was validated on, a phrase each; empty if nothing does."""
-    node, work = job.node, job.work
+    node, work, shape = job.node, job.work, job.shape
     low, high = SEQUENCES
-    sizes = (job.shape.dim, job.shape.moe_hidden_dim)
     # Megatron's published steps are of more GPUs; a node here is all that NVLink joins
     titan, over_network = job.stack.host == "torch", job.gpus > node.gpus
+    parameters = count_parameters(shape).total
     checks = (
         (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: validated on {', '.join(GPUS_SEEN)}"),
         (
-            not all(least <= size <= most for size, (least, most) in zip(sizes, DIMENSIONS, strict=True)),
-            f"model and expert dimensions {sizes[0]} and {sizes[1]}: validated from "
+            not all(least <= size <= most for size, (least, most) in zip(_sizes(job), DIMENSIONS, strict=True)),
+            f"model and expert dimensions {shape.dim} and {shape.moe_hidden_dim}: validated from "
             + " and ".join(f"{least} to {most}" for least, most in DIMENSIONS),
         ),
         (
@@ -125,13 +112,26 @@ def outside(job: Job) -> tuple[str, ...]:
             work.routed_tokens < LEAST_TOKENS,
             f"{work.routed_tokens} routed tokens in a micro-batch: validated from {LEAST_TOKENS}",
         ),
+        (
+            titan and job.pp == 1 and parameters > MOST_WITHOUT_PIPELINE,
+            f"{parameters / 1e9:,.0f} G parameters without a pipeline: validated up to "
+            f"{MOST_WITHOUT_PIPELINE / 1e9:.0f} G",
+        ),
+        (
+            titan and job.pp == 1 and job.microbatches > 1,
+            "gradients accumulated without a pipeline: no public step of TorchTitan does so",
+        ),
+        (work.tp > MOST_TP, f"tensor parallelism over {work.tp} GPUs: validated up to {MOST_TP}"),
         (work.cp > 1, "context parallelism: never validated"),
         (work.ep == 1 and work.tp > 1, "experts split by tensor parallelism (ep 1): never validated"),
         (
             over_network and node.nic_gb_s is not None and node.nic_gb_s.value != NETWORK_GB_S,
             f"network of {float(node.nic_gb_s or 0):g} GB/s: validated at {NETWORK_GB_S:g}",
         ),
-        (waits_over_network(job) and (job.shape.dim, job.shape.top_k, work.ep) != (7168, 8, 32), WAIT),
+        (
+            waits_over_network(job) and (shape.dim, shape.top_k, work.ep) != (7168, 8, 32),
+            "waiting at TorchTitan's exchanges over the network: known only from public 671B steps with EP 32",
+        ),
         (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: its rates were never measured"),
         (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: validated on H100"),
         (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),
@@ -142,3 +142,7 @@ def outside(job: Job) -> tuple[str, ...]:
         (node.gpus > 8, f"NVLink among {node.gpus} GPUs: validated among 8"),
     )
     return tuple(reason for applies, reason in checks if applies)
+
+
+def _sizes(job: Job) -> tuple[int, int]:
+    return job.shape.dim, job.shape.moe_hidden_dim

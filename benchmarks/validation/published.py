@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,10 @@ from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
 from moelab.layout import check
-from moelab.planning.time.calibration import CALIBRATION, Calibration, drawn, with_values
+from moelab.planning.time.calibration import CALIBRATION, Calibration, with_values
 from moelab.planning.time.job import MODEL_OF_ROUTING, Job, job_of, titan
 from moelab.planning.time.step import step_parts_s, tps_of
-from moelab.planning.uncertainty import Estimate
+from moelab.planning.trust import Estimate
 from moelab.titan.arms import named_arms
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
@@ -53,6 +54,20 @@ def published_job(arm: str) -> Job:
         deepep_v1=True,
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
+
+
+CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 0.30}
+"""Relative standard deviation of a constant by how it is known."""
+
+
+def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
+    """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
+    values = {
+        name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
+        for name, constant in calibration.constants.items()
+        if constant.value  # what is zero stays so
+    }
+    return with_values(calibration, **values)
 
 
 @functools.lru_cache(maxsize=8)
@@ -105,7 +120,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoByTwo:
+class Sampled:
     """Four arms under one routing; estimates are medians with the whole range."""
 
     routing: Routing
@@ -117,9 +132,9 @@ class TwoByTwo:
 
 
 @functools.lru_cache(maxsize=8)
-def projected_two_by_two(
+def sampled_two_by_two(
     routing: Routing = Routing.ROUND_ROBIN, *, calibration: Calibration = CALIBRATION, draws: int = DRAWS
-) -> TwoByTwo:
+) -> Sampled:
     """Project the four published arms, with the software of the time, by all constants that meet what was published.
 
     Routing is ``round_robin``, as published, or ``random_balanced``.
@@ -128,7 +143,7 @@ def projected_two_by_two(
     sets = meeting_published(calibration, draws)
     tps = {arm: np.array([tps_of(job, one) for one in sets]) for arm, job in jobs.items()}
     gains = {arm: tps[arm] / tps["bf16_standard"] for arm in ARMS[1:]}
-    return TwoByTwo(
+    return Sampled(
         routing=routing,
         tps={arm: _estimate(values) for arm, values in tps.items()},
         gains={arm: _estimate(values) for arm, values in gains.items()},
@@ -138,7 +153,7 @@ def projected_two_by_two(
     )
 
 
-def published_parts(two: TwoByTwo) -> dict[str, dict[str, Estimate]]:
+def published_parts(two: Sampled) -> dict[str, dict[str, Estimate]]:
     """Seconds of each part of the four steps: by the set in the middle, whose parts add up, with the range over all.
 
     The middle is where half of the sets say less of the missing arm.
@@ -174,7 +189,7 @@ MEASUREMENTS = {
 """By the constant that each would settle; two runs that were not published would settle more than one."""
 
 
-def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
+def remaining(forced: Sampled, random: Sampled) -> dict[str, float]:
     """What each single measurement would leave of the spread of the three answers, on average; the least first.
 
     An answer's spread given a measurement is what a line through the sets of constants does not explain.
@@ -193,7 +208,7 @@ def remaining(forced: TwoByTwo, random: TwoByTwo) -> dict[str, float]:
     return dict(sorted(left.items(), key=lambda item: item[1]))
 
 
-def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
+def identification_lines(forced: Sampled, random: Sampled) -> list[str]:
     """What the published steps leave open, and which single measurement would settle most; as :func:`remaining`."""
     missing, gain = forced.tps["mxfp8_standard"], random.gains["bf16_deepep"]
     settles, left = next(iter(remaining(forced, random).items()))
@@ -204,3 +219,29 @@ def identification_lines(forced: TwoByTwo, random: TwoByTwo) -> list[str]:
         f"  interaction: {forced.interaction.low:+.1%} to {forced.interaction.high:+.1%}",
         f"one measurement that would settle most: {settles}; it leaves {left:.0%} of the spread",
     ]
+
+
+def published_tables() -> dict[str, Any]:
+    """What ``moelab/data/validation.json`` has of the published study."""
+    both = {one: sampled_two_by_two(one) for one in (Routing.ROUND_ROBIN, Routing.RANDOM_BALANCED)}
+    return {
+        "published": {
+            routing.value: {
+                "tps": {arm: _rounded(one) for arm, one in two.tps.items()},
+                "gains": {arm: _rounded(one) for arm, one in two.gains.items()},
+                "interaction": _rounded(two.interaction),
+                "parts_s": {
+                    arm: {part: _rounded(one) for part, one in parts.items()}
+                    for arm, parts in published_parts(two).items()
+                },
+                "sets": len(two.constants),
+            }
+            for routing, two in both.items()
+        },
+        "left_open": identification_lines(*both.values()),
+    }
+
+
+def _rounded(estimate: Estimate) -> dict[str, float]:
+    """In the six digits that do not differ between machines."""
+    return {name: float(f"{value:.6g}") for name, value in asdict(estimate).items()}

@@ -1,15 +1,15 @@
-"""The validation table: everything that was measured, beside what the model says of it, and the goals.
+"""Finished tables that come with the package: how far the projection is off, and what the published study leaves open.
 
-The table is a file of the package. ``python -m benchmarks.validation --write`` makes it from the rows there; a test
-holds it to what the model says now. A row is of one of three kinds: a constant was *fitted* on it (or read off it), it
-was *seen* while the form of the model was chosen, or it is *blind*: measured or found after the prediction.
+``python -m benchmarks.validation --write`` makes them from everything that was measured; a test holds them to what the
+model says now. A row of the validation table is of one of three kinds: a constant was *fitted* on it (or read off it),
+it was *seen* while the form of the model was chosen, or it is *blind*: measured or found after the prediction.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,17 +17,13 @@ import numpy as np
 import pandas as pd
 
 from moelab.data import read_json
+from moelab.experiment import Routing
+from moelab.planning.trust import Estimate
 
-PUBLISHED, BRIDGE_SOURCE, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "NousResearch")
-H100_FIRST, H100_LATER, ONE_NODE, NOW = OWN = (
-    "H100 arms, first campaign",
-    "H100 arms, later",
-    "one node, EP 4, before it ran",
-    "one node, EP 4",
-)
-"""Sources of rows that a goal or a notebook is about; the last four are this project's own steps."""
-TABLE = "validation.json"
-KINDS = ("fitted", "seen", "blind")
+ONE_NODE = "one node, EP 4, before it ran"
+"""Source of the rows whose predictions were written down before four H200s ran."""
+OWN = ("H100 arms, first campaign", "H100 arms, later", ONE_NODE, "one node, EP 4")
+"""Sources of this project's own steps."""
 GAIN = "% gain"
 """Unit of rows whose error is in percentage points."""
 
@@ -42,6 +38,7 @@ class ValidationRow:
     date: str  # of the measurement, as far as it is known
     kind: Literal["fitted", "seen", "blind"]
     unit: str  # of both values
+    stack: str = ""  # that trained a whole step, "TorchTitan" or another's, which nobody can ask a projection for
     measured: float
     predicted: float = math.nan  # NaN until the model is asked
     interval: tuple[float, float] | None = None  # of the prediction, 90 %; only steps that are no gain have one
@@ -67,8 +64,8 @@ class ValidationRow:
 
 
 @functools.cache
-def _packaged() -> dict[str, list[dict[str, Any]]]:
-    return read_json(TABLE)
+def _packaged() -> dict[str, Any]:
+    return read_json("validation.json")
 
 
 def validation_table() -> tuple[ValidationRow, ...]:
@@ -96,25 +93,6 @@ def row_table(rows: Iterable[ValidationRow]) -> pd.DataFrame:
     ).round(1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One step of the way from the published arm to Megatron-Bridge's, and the projected tokens/s/GPU after it."""
-
-    name: str
-    tps: float
-
-
-def added_tps(changes: Sequence[Change]) -> list[float]:
-    """What each change adds to the tokens/s/GPU of the one before; the first is whole."""
-    before = [0.0, *(change.tps for change in changes[:-1])]
-    return [change.tps - start for change, start in zip(changes, before, strict=True)]
-
-
-def waterfall() -> tuple[Change, ...]:
-    """The way from 918 to 3,328 tokens/s/GPU on 256 B200, one change after another; the published arm first."""
-    return tuple(Change(**change) for change in _packaged()["waterfall"])
-
-
 def timed(rows: Iterable[ValidationRow]) -> list[ValidationRow]:
     """Whole steps with an interval, which are all but gains."""
     return [row for row in rows if row.of == "step" and row.interval]
@@ -130,38 +108,9 @@ def coverage(rows: Sequence[ValidationRow]) -> float:
     return 100 * float(np.mean([row.inside for row in rows]))
 
 
-def median_width(rows: Sequence[ValidationRow]) -> float:
-    """Median of the upper half of the intervals, percent of the prediction."""
-    return float(np.median([100 * (row.interval[1] / row.predicted - 1) for row in rows if row.interval]))
-
-
-def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
-    """Errors of whole steps, of memory and of parts, by kind and by who measured them.
-
-    Returns:
-        A row for each that has any, with the number of rows, the median size of the error in percent, the share of
-        rows within 15 %, and of steps how many lie in their 90 % interval and how wide the median one is, ± percent.
-    """
-    groups = [
-        (f"steps of {whose}, {kind}", [row for row in timed(rows) if (row.public, row.kind) == (public, kind)])
-        for public, whose in ((True, "others"), (False, "this project"))
-        for kind in KINDS
-    ]
-    groups += [("memory of others", [row for row in rows if row.of == "memory" and row.kind != "fitted"])]
-    groups += [(f"parts, {kind}", [row for row in rows if row.of == "part" and row.kind == kind]) for kind in KINDS]
-    table = [
-        {
-            "rows": name,
-            "n": len(group),
-            "median error": median_error(group),
-            "within 15 %": 100 * float(np.mean([abs(row.error) <= 15 for row in group])),
-            "in their interval": coverage(group) if group[0].interval else np.nan,  # only steps have one
-            "median interval": median_width(group) if group[0].interval else np.nan,
-        }
-        for name, group in groups
-        if group
-    ]
-    return pd.DataFrame(table).set_index("rows").round(1)
+def error_table() -> pd.DataFrame:
+    """Errors of whole steps, of memory and of parts, by who measured them and by kind."""
+    return pd.DataFrame(_packaged()["errors"]).set_index("rows")
 
 
 def goal_table() -> pd.DataFrame:
@@ -172,3 +121,49 @@ def goal_table() -> pd.DataFrame:
 def not_predicted() -> pd.DataFrame:
     """Figures of the same sources that are no rows: source, what, and why not."""
     return pd.DataFrame(_packaged()["not_predicted"]).set_index("source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One step of the way from the published arm to Megatron-Bridge's, and the projected tokens/s/GPU after it."""
+
+    name: str
+    tps: float
+
+
+def waterfall() -> tuple[Change, ...]:
+    """The way from 918 to 3,328 tokens/s/GPU on 256 B200, one change after another; the published arm first."""
+    return tuple(Change(**change) for change in _packaged()["waterfall"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoByTwo:
+    """The four arms of the published study by all constants that meet what was published: medians and whole ranges."""
+
+    tps: Mapping[str, Estimate]  # tokens/s/GPU of each arm; ``mxfp8_standard`` was never published
+    gains: Mapping[str, Estimate]  # over ``bf16_standard``, as a ratio
+    interaction: Estimate  # gain of both over the product of the gains of each, less one: zero if they compose
+    parts_s: Mapping[str, Mapping[str, Estimate]]
+    """Seconds of each part of a step: of one set of constants in the middle, whose parts add up, and the range."""
+    sets: int  # of constants
+
+
+def projected_two_by_two(routing: Routing = Routing.ROUND_ROBIN) -> TwoByTwo:
+    """The published arms and the missing one under forced balance, as published, or random routing."""
+    table = _packaged()["published"][routing.value]
+    return TwoByTwo(
+        tps=_estimates(table["tps"]),
+        gains=_estimates(table["gains"]),
+        interaction=Estimate(**table["interaction"]),
+        parts_s={arm: _estimates(parts) for arm, parts in table["parts_s"].items()},
+        sets=table["sets"],
+    )
+
+
+def _estimates(table: Mapping[str, Mapping[str, float]]) -> dict[str, Estimate]:
+    return {name: Estimate(**one) for name, one in table.items()}
+
+
+def left_open() -> list[str]:
+    """What the published steps leave open, and which single measurement would settle most."""
+    return list(_packaged()["left_open"])
