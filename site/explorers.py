@@ -20,7 +20,7 @@ from typing import Any
 import nbformat
 
 from moelab.experiment import Experiment
-from moelab.notebooks import PlanParameters, ProjectParameters, validated
+from moelab.notebooks import PlanParameters, ProjectParameters
 from moelab.notebooks.parameters import NotebookParameters
 from moelab.viz import LayoutExplorer
 from moelab.viz.grouped_gemm import FITS, MODELS, ExpertExplorer
@@ -67,7 +67,7 @@ def _experiment(notebook: Path, schema: type[NotebookParameters]) -> Experiment:
     cells = nbformat.read(notebook, as_version=4).cells
     source = next(cell.source for cell in cells if "parameters" in cell.metadata.get("tags", []))
     values = {line.targets[0].id: ast.literal_eval(line.value) for line in ast.parse(source).body}  # type: ignore[attr-defined]
-    experiment: Experiment = validated(schema, values).to_experiment()
+    experiment: Experiment = schema.of(values).to_experiment()
     return experiment
 
 

@@ -27,7 +27,6 @@ from playwright.sync_api import Browser, Locator, Page
 from processes import processes
 
 from moelab.machine import end_with_parent
-from moelab.notebooks.batch import END_MARKER
 
 LONGEST_START_S, LONGEST_RUN_MS, LONGEST_ACTION_MS = 120, 600_000, 120_000
 SIZES = ((1280, 800), (1920, 1080))
@@ -184,7 +183,7 @@ class LabPage:
         self.page.get_by_text(re.compile(r"Python 3 .* Idle")).wait_for()
 
     def run_all(self) -> None:
-        """*Run All Cells* by keyboard, wait for the last cell's words or a cell that fails, and show every figure.
+        """*Run All Cells* by keyboard, wait until the last cell has run or one fails, and show every figure.
 
         Figures are pictures until the mouse is over one (plotly's renderer), those too that appear meanwhile.
         """
@@ -194,9 +193,9 @@ class LabPage:
         chosen = self.page.locator(".lm-CommandPalette-item.lm-mod-active")
         chosen.filter(has_text=re.compile("^Run All Cells")).wait_for()
         self.page.keyboard.press("Enter")
-        ends = self.page.locator(".jp-OutputArea-output").filter(has_text=END_MARKER)
+        last = self.page.locator(".jp-CodeCell .jp-InputPrompt").last.filter(has_text=re.compile(r"\[\d+\]"))
         failed = self.page.locator("[data-mime-type='application/vnd.jupyter.error']")
-        ends.or_(failed).first.wait_for(state="attached", timeout=LONGEST_RUN_MS)
+        last.or_(failed).first.wait_for(state="attached", timeout=LONGEST_RUN_MS)
         assert failed.all_inner_texts() == []
         self.page.wait_for_function(
             """() => {

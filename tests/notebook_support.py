@@ -48,8 +48,8 @@ def parameters_of(name: str, **changes: object) -> Any:
     """A notebook's parameters as authored, but for the changes, in the schema that it checks them against itself."""
     from moelab import notebooks  # conftest imports this module for every test
 
-    (schema,) = re.findall(r"= validated\((\w+), globals\(\)\)", "".join(sources(name)))
-    return notebooks.validated(getattr(notebooks, schema), default_values(name) | changes)
+    (schema,) = re.findall(r"= (\w+)\.of\(globals\(\)\)", "".join(sources(name)))
+    return getattr(notebooks, schema).of(default_values(name) | changes)
 
 
 @dataclass(frozen=True)

@@ -10,23 +10,19 @@ from typing import Any
 import nbformat
 import papermill
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from moelab.errors import BadInput
 from moelab.notebooks import NotebookFailed, execute, parameter_names, read_parameters
 from moelab.notebooks.batch import END_MARKER
 
 PARAMETERS = "steps = 3  # steps\nlr = 1.0e-3  # learning rate"
-CHECK = """from pydantic import BaseModel, ConfigDict
-from moelab.notebooks.parameters import validated
-class Small(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+CHECK = """from moelab.notebooks.parameters import NotebookParameters
+class Small(NotebookParameters):
     steps: int
     lr: float
-given = {name: globals()[name] for name in ("steps", "lr")}
-parameters = validated(Small, given)
+parameters = Small.of(globals())
 print("steps", repr(parameters.steps), "lr", repr(parameters.lr))"""
-COMPLETE = "from moelab.notebooks.batch import complete\ncomplete()"
 
 
 def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters", "")) -> Path:
@@ -41,7 +37,7 @@ def notebook(folder: Path, *sources: str, tags: tuple[str, ...] = ("parameters",
 
 
 def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path) -> None:
-    source = notebook(tmp_path, PARAMETERS, CHECK, COMPLETE)
+    source = notebook(tmp_path, PARAMETERS, CHECK)
     (tmp_path / "cpu.yaml").write_text("steps: 5\nlr: 1.0e-2\n")
     command = [sys.executable, "-m", "moelab.notebooks", str(source)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False, "timeout": 60, "cwd": tmp_path}
@@ -60,7 +56,7 @@ def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path
     [
         ("raise ValueError('two\\nlines')", "python3", "ValueError: two lines; executed copy: .*/out.ipynb$"),
         ("raise AssertionError", "python3", "AssertionError; executed copy: "),
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "python3", ".*(died|last cell)"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "python3", ".*(died|reach its end)"),
         ("import time\ntime.sleep(3600)", "python3", "a cell took longer than 4 s: import time; executed copy: "),
         ("x = 1", "no-such-kernel", ".*no-such-kernel"),
     ],
@@ -68,9 +64,8 @@ def test_success_prints_while_it_runs_and_keeps_the_executed_copy(tmp_path: Path
 def test_a_notebook_that_does_not_come_to_its_end_is_a_failure(
     tmp_path: Path, cell: str, kernel: str, said: str
 ) -> None:
-    source, output = notebook(tmp_path, PARAMETERS, cell, COMPLETE), tmp_path / "out.ipynb"
+    source, output = notebook(tmp_path, PARAMETERS, cell), tmp_path / "out.ipynb"
     content = nbformat.read(source, as_version=4)
-    content.cells[-1].outputs = [new_output("stream", text=END_MARKER)]  # as of an earlier run
     content.metadata["kernelspec"]["name"] = kernel
     nbformat.write(content, source)
     with pytest.raises(NotebookFailed, match=rf"^a\.ipynb: {said}") as failed:
@@ -78,18 +73,12 @@ def test_a_notebook_that_does_not_come_to_its_end_is_a_failure(
     assert (failed.value.exit_code, output.exists()) == (1, True)
 
 
-@pytest.mark.parametrize("last", ["print('done')", f"x = '{END_MARKER}'", ""])
-def test_a_notebook_that_never_says_complete_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
-    source = notebook(tmp_path, PARAMETERS, COMPLETE, last)
-    ran = nbformat.read(source, as_version=4)
-    ran.cells[2].outputs = [new_output("stream", text=f"{END_MARKER}\n")]
-    monkeypatch.setattr(papermill, "execute_notebook", lambda *_, **__: ran)
-    with pytest.raises(NotebookFailed, match="did not reach its last cell"):
+def test_a_notebook_whose_end_was_not_reached_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a killed kernel leaves it: without an error, but the last cell has said nothing."""
+    source = notebook(tmp_path, PARAMETERS, CHECK)
+    monkeypatch.setattr(papermill, "execute_notebook", lambda content, *_, **__: content)
+    with pytest.raises(NotebookFailed, match="did not reach its end"):
         execute(source, tmp_path / "out.ipynb", {})
-    ran.cells[3].outputs = [new_output("stream", text=f"{END_MARKER}\n")]
-    assert execute(source, tmp_path / "out.ipynb", {}) == tmp_path / "out.ipynb"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +100,7 @@ def test_a_notebook_that_never_says_complete_is_not_believed(
 def test_parameters_that_would_not_reach_the_notebook_are_refused_before_anything_runs(
     tmp_path: Path, cell: str, tags: tuple[str, ...], name: str | None, said: str
 ) -> None:
-    source = notebook(tmp_path, cell, CHECK, COMPLETE, tags=tags)
+    source = notebook(tmp_path, cell, CHECK, tags=tags)
     with pytest.raises(BadInput) as error:
         execute(source, tmp_path / "out.ipynb", {name: 4} if name else {})
     assert said in str(error.value)
@@ -128,7 +117,7 @@ def test_what_is_no_notebook(tmp_path: Path, text: str | None) -> None:
 
 
 def test_annotated_parameters_count(tmp_path: Path) -> None:
-    assert parameter_names(notebook(tmp_path, "steps: int = 3\na = b = 2\nc.d = 1", COMPLETE)) == ["steps", "a", "b"]
+    assert parameter_names(notebook(tmp_path, "steps: int = 3\na = b = 2\nc.d = 1")) == ["steps", "a", "b"]
 
 
 @pytest.mark.parametrize("text", ["", "- steps", "steps: [1, 2]", "steps: {a: 1}", "steps: 1\nsteps: 2", "a: ["])

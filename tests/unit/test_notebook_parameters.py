@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import symtable
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,17 @@ import nbformat
 import pytest
 import yaml
 from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, parameters_of, sources
-from papermill.translators import PythonTranslator
-from pydantic import BaseModel, ConfigDict
 from run_support import make_run
 
 from moelab.errors import BadInput
-from moelab.notebooks import parameter_names, read_parameters, validated
+from moelab.notebooks import parameter_names, read_parameters
+from moelab.notebooks.parameters import NotebookParameters
 from moelab.runs.directory import TRACES_FOLDER
 
 PROFILES = sorted((ROOT / "papermill_params").glob("*/*"))
 
 
-class Small(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Small(NotebookParameters):
     submit: bool
     nodes: int
     lr: float
@@ -38,7 +34,7 @@ DEFAULTS: dict[str, Any] = {"submit": False, "nodes": 1, "lr": 1.0e-3, "steps": 
 
 
 def check(**given: Any) -> Small:
-    return validated(Small, {**DEFAULTS, **given})
+    return Small.of({**DEFAULTS, **given})
 
 
 @pytest.mark.parametrize(
@@ -61,75 +57,11 @@ def test_values_that_papermill_gives_as_text(name: str, valid: dict[str, Any], i
             check(**{name: value})
 
 
-def test_what_jupyter_and_imports_put_into_globals_is_no_parameter() -> None:
-    def function() -> None: ...
-
-    around = {"__name__": "__main__", "_i1": "x", "In": [], "Out": {}, "sys": sys, "Small": Small, "f": function}
-    assert validated(Small, {**DEFAULTS, **around}) == Small(**DEFAULTS)
-    with pytest.raises(BadInput, match=r"^unknown field 'nodse'; did you mean 'nodes'\?$"):
-        check(nodse=4)
+def test_of_all_that_a_kernel_holds_only_the_parameters_are_read_and_one_that_is_missing_is_named() -> None:
+    around = {"__name__": "__main__", "In": [], "sys": sys, "nodse": 4}
+    assert Small.of({**DEFAULTS, **around}) == Small(**DEFAULTS)
     with pytest.raises(BadInput, match=r"^lr: missing"):
-        validated(Small, {name: value for name, value in DEFAULTS.items() if name != "lr"})
-
-
-# Run All, again and again: IPython's history, which it binds to In, says what the parameters cell assigned
-
-CELL = "submit = False\nnodes = 1\nlr = 1.0e-3\nsteps = 10"
-LATER = "nodse = 7\nplan = [1]\nfor step in range(3): pass"
-
-
-def parameters_after(*cells: str) -> BaseModel:
-    """What the parameters are after these cells ran in one kernel; a cell that fails leaves what it bound."""
-    namespace: dict[str, Any] = {"In": [""]}
-    for cell in cells:
-        namespace["In"].append(cell)
-        with suppress(SyntaxError, NameError):
-            exec(cell, namespace)
-    namespace["In"].append("parameters = validated(Small, globals())")
-    return validated(Small, namespace)
-
-
-UNKNOWN = r"unknown field 'nodse'; did you mean 'nodes'\?"
-
-
-@pytest.mark.parametrize(
-    ("cells", "changed"),
-    [
-        ([CELL], {}),
-        (["scratch = 3", CELL], {}),
-        ([CELL, LATER], {}),  # the cell that validates, run alone
-        ([CELL, LATER, CELL], {}),
-        ([CELL, LATER, CELL.replace("10", "20")], {"steps": 20}),
-        ([CELL, LATER, CELL, "steps ="], {}),
-        ([CELL, LATER, "steps = 30"], {"steps": 30}),
-        ([CELL, "# Parameters\nsteps = 5\nnodes = 2\nlr = 0.1\n"], {"steps": 5, "nodes": 2, "lr": 0.1}),
-        ([CELL, "# Parameters\nnodse = 5\n", "x = 1", CELL], {}),  # an executed copy, its injected cell left out
-        ([CELL, "# Parameters\nnodse = 5\n", "x = 1", "# Parameters\nnodes = 5\n"], {"nodes": 5}),
-        ([f"{CELL}\nnodse = 4", "x = 1", CELL], {}),  # mended as the message says
-        ([f"import os\n{CELL}", LATER, f"%time\n{CELL}", CELL], {}),
-    ],
-)
-def test_only_what_the_parameters_cells_assigned_is_a_parameter(cells: list[str], changed: dict[str, Any]) -> None:
-    assert parameters_after(*cells) == Small(**{**DEFAULTS, **changed})
-
-
-@pytest.mark.parametrize(
-    ("cells", "said"),
-    [
-        ([f"{CELL}\nnodse = 4"], UNKNOWN),
-        ([CELL, PythonTranslator.codify({"nodse": 4})], UNKNOWN),  # as papermill writes it
-        ([CELL, LATER, f"{CELL}\nnodse = 4"], UNKNOWN),
-        ([CELL, LATER, f"{CELL}\nnodse = 4", "x = 1"], UNKNOWN),
-        ([CELL, LATER, CELL, "# Parameters\nsteps = 2\nnodse = 4\n"], UNKNOWN),
-        ([CELL, LATER, f"{CELL}\n_, nodse = 1, 4"], UNKNOWN),
-        ([CELL, LATER, CELL.replace("nodes", "nodse")], UNKNOWN),
-        # A line that was deleted is missing, though the kernel holds its value.
-        ([CELL, LATER, CELL.replace("lr = 1.0e-3\n", "")], "^lr: missing"),
-    ],
-)
-def test_a_name_that_the_notebook_does_not_have_or_lacks_is_refused_at_every_run(cells: list[str], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        parameters_after(*cells)
+        Small.of({name: value for name, value in DEFAULTS.items() if name != "lr"})
 
 
 # 06_compare_convergence
@@ -189,7 +121,14 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
 def test_a_value_out_of_its_bounds_is_refused_by_name(notebook: str, wrong: dict[str, list[Any]]) -> None:
     for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(BadInput, match=rf"^{name}: got "):
-            parameters_of(notebook, **{name: value})
+            make_all(parameters_of(notebook, **{name: value}))
+
+
+def make_all(parameters: Any) -> None:
+    """What is made from parameters, a study or a layout, with the rules of each."""
+    for name in dir(parameters):
+        if name.startswith("to_"):
+            getattr(parameters, name)()
 
 
 def test_a_precision_without_a_speed_is_sent_to_the_notebook_of_its_numbers() -> None:
@@ -226,30 +165,27 @@ def test_a_notebook_is_stripped_and_short_and_its_schema_takes_its_commented_par
     code = [cell for cell in content.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
     own, check, others = parameters_check_and_others(notebook)
-    assert "validated(" in check
+    assert ".of(globals())" in check
     lines = [len([line for line in source.splitlines() if line.strip()]) for source in (own, check, *others)]
     assert len(content.cells) <= 40
     assert sum(lines) <= 150
     assert max(lines[1:]) <= 20  # the first is the parameters, one a line
-    assert others[-1].rstrip().endswith("complete()")
     assert not any(line.lstrip().startswith(("%", "!")) for cell in code for line in cell.source.splitlines())
     values, parameters = default_values(notebook.stem), parameters_of(notebook.stem)
     assert all(" = " in line and "  # " in line for line in own.splitlines())
     assert all(isinstance(value, str | int | float | bool) for value in values.values())
-    assert list(parameters.model_dump()) == parameter_names(notebook)
+    assert set(parameters.model_dump()) == set(parameter_names(notebook))
     assert parameters.model_dump() == values
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_again_in_its_kernel(notebook: Path) -> None:
     """With every name bound that any of its cells binds, wherever they are, as after a whole run."""
-    own, check, others = parameters_check_and_others(notebook)
+    _, check, others = parameters_check_and_others(notebook)
     values = default_values(notebook.stem)
     bound = {name: object() for cell in (check, *others) for name in names_bound_at_its_top(cell)}
     assert len(bound) > 2
-    assert not bound.keys() & values.keys(), "the cell that validates, run alone, would take them for parameters"
-    namespace = values | bound | {"In": ["", own, check, *others, own, check]}
-    assert validated(type(parameters_of(notebook.stem)), namespace).model_dump() == values
+    assert not bound.keys() & values.keys(), "the cell that checks, run alone, would take them for parameters"
 
 
 def names_bound_at_its_top(cell: str) -> set[str]:
@@ -269,9 +205,7 @@ def test_a_parameter_file_fits_its_notebook(file: Path) -> None:
     assert file.suffix == ".yaml"
     assert notebook.exists()
     accepted = parameters_of(notebook.stem, **read_parameters(file))
-    for name in dir(accepted):
-        if name.startswith("to_"):  # the rules of what is made from them: a study, a layout
-            getattr(accepted, name)()
+    make_all(accepted)
     # Types as they are written, without help: `lr: 1e-4` would be text.
     for name, value in yaml.safe_load(file.read_text()).items():
         assert not (isinstance(value, str) and type(accepted).model_fields[name].annotation in (int, float, bool)), name

@@ -83,27 +83,35 @@ def test_importing_the_figures_leaves_plotly_alone_and_loads_neither_torch_nor_i
 
 DRAWN = """
 import sys, warnings
+import base64, IPython
 import plotly.graph_objects as go, plotly.io as pio
-from moelab.viz import theme, use_renderer
+IPython.get_ipython = lambda: type("Shell", (), {"kernel": None})
+from moelab.viz import theme
 theme.FIRST_PICTURE_S = float(sys.argv[1])
-assert use_renderer() == sys.argv[2] == pio.renderers.default
-if sys.argv[2].endswith("png"):
+assert pio.renderers.default == sys.argv[2]
+if sys.argv[2] == "moelab":
+    pio.renderers["moelab"].to_mimebundle({"data": []})
     warnings.simplefilter("error", UserWarning)  # whoever resets the filters sees no warning with each picture
-    assert pio.to_image(go.Figure(go.Bar(y=[1, 2])), format="png").startswith(b"\\x89PNG")
+    shown = go.Figure(go.Bar(y=[1, 2]))._repr_mimebundle_(None, None)
+    assert ("image/png" in shown) == (sys.argv[3] == "png"), list(shown)
+    assert "application/vnd.plotly.v1+json" in shown
+    assert base64.b64decode(shown.get("image/png", "iVBORw==")).startswith(b"\\x89PNG")
 """
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds", "renderer"),
+    ("given", "seconds", "renderer", "picture"),
     [
-        ({}, 60, "plotly_mimetype+png"),  # Debian's Chromium
-        ({"BROWSER_PATH": "/nowhere/chromium"}, 60, "plotly_mimetype"),
-        ({"BROWSER_PATH": "/bin/false"}, 5, "plotly_mimetype"),  # a browser that fails to start
-        ({"PLOTLY_RENDERER": "json"}, 60, "json"),
+        ({}, 60, "moelab", "png"),  # Debian's Chromium
+        ({"BROWSER_PATH": "/nowhere/chromium"}, 60, "moelab", "none"),
+        ({"BROWSER_PATH": "/bin/false"}, 5, "moelab", "none"),  # a browser that fails to start
+        ({"PLOTLY_RENDERER": "json"}, 60, "json", "none"),
     ],
 )
-def test_pictures_are_drawn_where_a_browser_draws(given: dict[str, str], seconds: int, renderer: str) -> None:
-    command = [sys.executable, "-c", DRAWN, str(seconds), renderer]
+def test_pictures_are_drawn_where_a_browser_draws(
+    given: dict[str, str], seconds: int, renderer: str, picture: str
+) -> None:
+    command = [sys.executable, "-c", DRAWN, str(seconds), renderer, picture]
     done = subprocess.run(command, env=os.environ | given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -1,6 +1,6 @@
 """What the notebooks share: their parameters, and how they run in batch."""
 
-from moelab.notebooks.batch import NotebookFailed, complete, execute, parameter_names, read_parameters
+from moelab.notebooks.batch import NotebookFailed, execute, parameter_names, read_parameters
 from moelab.notebooks.parameters import (
     ConvergenceParameters,
     DispatchParameters,
@@ -14,7 +14,6 @@ from moelab.notebooks.parameters import (
     RouteParameters,
     StartParameters,
     ThroughputParameters,
-    validated,
 )
 
 __all__ = [
@@ -31,9 +30,7 @@ __all__ = [
     "RouteParameters",
     "StartParameters",
     "ThroughputParameters",
-    "complete",
     "execute",
     "parameter_names",
     "read_parameters",
-    "validated",
 ]

@@ -1,11 +1,13 @@
 """Running a notebook in batch through papermill, and believing it only when it says that it is complete.
 
 A notebook whose parameters cell has lost its tag runs its defaults, and a killed kernel can leave every cell marked as
-completed. So the tag and the names are checked before anything runs, and the last cell's own words afterwards.
+completed. So the tag and the names are checked before anything runs, and a last cell of this module's own says that it
+was reached.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,6 @@ import nbformat
 
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import read_yaml
-from moelab.notebooks.parameters import assigned_names
 
 END_MARKER = "moelab: notebook complete"
 KERNEL_OPTIONS = ["--IPKernelApp.log_level=40"]
@@ -26,11 +27,6 @@ class NotebookFailed(MoelabError):
     """A notebook did not reach its end."""
 
 
-def complete() -> None:
-    """Say that the notebook ran to its end; its last cell."""
-    print(END_MARKER)  # noqa: T201 - read by :func:`execute`
-
-
 def execute(
     notebook: Path,
     output: Path,
@@ -39,7 +35,7 @@ def execute(
     log: IO[str] | None = None,
     cell_timeout_s: int | None = None,
 ) -> Path:
-    """Run a notebook through papermill and believe it only if it says that it is complete.
+    """Run a notebook through papermill and believe it only if it came to its end.
 
     Args:
         notebook: source.
@@ -57,16 +53,18 @@ def execute(
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillException, PapermillExecutionError
 
-    known = parameter_names(notebook)
+    content = _read(notebook)
+    known = _names(notebook, content)
     for name in parameters:
         if name not in known:  # papermill would only warn
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
             raise BadInput(f"{notebook.name} has no parameter {name!r}; {hint}")
     output.parent.mkdir(parents=True, exist_ok=True)
+    content.cells.append(nbformat.v4.new_code_cell(f"print({END_MARKER!r})"))
     try:
         ran = papermill.execute_notebook(
-            str(notebook),
+            content,
             str(output),
             parameters=dict(parameters),
             progress_bar=False,
@@ -84,10 +82,10 @@ def execute(
             cell = why.partition("-------------------\n")[2].splitlines()[0]  # nbclient's text has it between rules
             why = f"a cell took longer than {cell_timeout_s} s: {cell}"
         raise NotebookFailed(f"{notebook.name}: {why}; executed copy: {output}") from error
-    # A killed kernel can leave cells that look complete; only the last one can say that it was reached.
-    code = [cell for cell in ran.cells if cell.cell_type == "code"]
-    if END_MARKER not in "".join(output.get("text", "") for cell in code[-1:] for output in cell.outputs):
-        raise NotebookFailed(f"{notebook.name} did not reach its last cell; executed copy: {output}")
+    end = ran.cells.pop()
+    if END_MARKER not in "".join(one.get("text", "") for one in end.outputs):
+        raise NotebookFailed(f"{notebook.name} did not reach its end; executed copy: {output}")
+    nbformat.write(ran, output)
     return output
 
 
@@ -97,13 +95,20 @@ def parameter_names(notebook: Path) -> list[str]:
     Raises:
         BadInput: if it cannot be read, or no cell has the tag ``parameters``.
     """
+    return _names(notebook, _read(notebook))
+
+
+def _read(notebook: Path) -> Any:
     try:
-        content = nbformat.read(notebook, as_version=4)
+        return nbformat.read(notebook, as_version=4)
     except OSError as error:
         where = "`moelab notebooks .` writes moelab's own to this folder"
         raise BadInput(f"{notebook} cannot be read: {error.strerror}; {where}") from error
     except (ValueError, TypeError, AttributeError, nbformat.ValidationError) as error:  # what nbformat raises of these
         raise BadInput(f"{notebook} is not a notebook: {' '.join(str(error).split())[:300]}") from error
+
+
+def _names(notebook: Path, content: Any) -> list[str]:
     cells = [cell for cell in content.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) != 1:
         raise BadInput(
@@ -111,9 +116,14 @@ def parameter_names(notebook: Path) -> list[str]:
             "tag its parameters cell (in JupyterLab: property inspector, cell tags)"
         )
     try:
-        return assigned_names(cells[0].source)
+        tree = ast.parse(cells[0].source)
     except SyntaxError as error:
         raise BadInput(f"{notebook.name}: the parameters cell is not Python: {error}") from error
+    assignments = [one for one in tree.body if isinstance(one, ast.Assign | ast.AnnAssign)]
+    targets = [
+        target for one in assignments for target in (one.targets if isinstance(one, ast.Assign) else [one.target])
+    ]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def read_parameters(file: Path) -> dict[str, Any]:

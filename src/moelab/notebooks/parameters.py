@@ -1,27 +1,22 @@
 """Parameters of the notebooks: what each takes, and the check of what a person gave.
 
-papermill injects whatever it is given: an unknown parameter only warns, and ``"false"`` is a true string. The cell
-after a notebook's parameters cell checks them against its schema. What each means is said beside it in that cell.
-
-A parameter that has the name of an experiment's field is that field: its values and bounds are those of
-:class:`~moelab.experiment.Experiment`, unless the notebook takes fewer. ``ranks`` are its ``gpus_per_node``.
+papermill injects whatever it is given, and ``"false"`` is a true string. The cell after a notebook's parameters cell
+makes one checked object of them. What each means is said beside it in that cell. Those that are fields of an experiment
+are checked by :class:`~moelab.experiment.Experiment` once a study is made of them; ``ranks`` is ``gpus_per_node``.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moelab.data.example_logs import EXAMPLE_LOGS
-from moelab.door import runs_folder
 from moelab.errors import BadInput
-from moelab.experiment import NUMBERS_ONLY, Experiment, Precision
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
 from moelab.machine import gpus
 from moelab.model import SHAPES, shape_for, shape_of
@@ -31,36 +26,34 @@ from moelab.planning.time.routing import ExpertPlacement, RoutingModel, routing_
 from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
 
-INJECTED = "# Parameters\n"
-"""How papermill 2.7.0 begins the cell that it injects (``Translator.codify``)."""
-_JUPYTER_NAMES = frozenset({"In", "Out", "exit", "quit", "open", "get_ipython"})
-Parameters = TypeVar("Parameters", bound=BaseModel)
 Count = Annotated[int, Field(ge=1)]
+NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seeds = Annotated[int, Field(ge=1, le=100)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Margin = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=4095)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
+Limit = Annotated[int, Field(ge=1, le=50)]
 NodeProfile = Literal["b200_x256", "b200_node", "h100_node", "h200_node"]
-_SHARED: dict[str, Any] = {
-    "hardware": str,
-    "runs_dir": Annotated[str, AfterValidator(lambda name: str(runs_folder(name)))],
-    "submit": bool,
-    "ranks": Count,
-    "seeds": Annotated[int, Field(ge=1, le=100)],
-    "final_fraction": Annotated[float, Field(gt=0, le=1)],
-    "margin_nats": Annotated[float, Field(ge=0, allow_inf_nan=False)],
-    "search_limit": Annotated[int, Field(ge=1, le=50)],
-}
-"""Parameters of several notebooks that are no fields of an experiment, or take what an experiment does not."""
 
 
 class NotebookParameters(BaseModel):
-    """What all schemas share."""
+    """What all of them share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    if TYPE_CHECKING:  # `_takes` makes the fields
+    @classmethod
+    def of(cls, namespace: Mapping[str, Any]) -> Self:
+        """Check the parameters of a notebook: ``parameters = StartParameters.of(globals())``.
 
-        def __getattr__(self, name: str) -> Any: ...
+        Returns:
+            The parameters with their declared types: ``"false"`` is False and ``"1e-4"`` is 0.0001.
+
+        Raises:
+            BadInput: for a value of the wrong type or out of its bounds, or a parameter that is missing.
+        """
+        return parse(cls, {name: namespace[name] for name in cls.model_fields if name in namespace})
 
     @property
     def of_experiment(self) -> dict[str, Any]:
@@ -77,42 +70,13 @@ def _with_a_speed(precision: object) -> object:
     return precision
 
 
-Schema = TypeVar("Schema", bound=NotebookParameters)
-
-
-def _takes(names: str, **own: Any) -> Callable[[type[Schema]], type[Schema]]:
-    """Give a schema its fields, none with a default.
-
-    Args:
-        names: in the order of the notebook's parameters cell.
-        own: types of those that are not as in an experiment or in other notebooks, nor a text.
-    """
-
-    def with_fields(schema: type[Schema]) -> type[Schema]:
-        types = {name: own.get(name, _SHARED.get(name)) or _type_in_experiment(name) for name in names.split()}
-        fields: dict[str, Any] = {name: (kind, ...) for name, kind in types.items()}
-        return create_model(
-            schema.__name__, __base__=schema, __module__=schema.__module__, __doc__=schema.__doc__, **fields
-        )
-
-    return with_fields
-
-
-def _type_in_experiment(name: str) -> Any:
-    """The type of an experiment's field; of what is none, a text."""
-    if name not in Experiment.model_fields:
-        return str
-    field = Experiment.model_fields[name]
-    return Annotated[field.annotation, Field(), *field.metadata]  # some have no metadata, which Annotated must have
-
-
-@_takes(
-    "study runs_dir ranks steps",
-    ranks=Annotated[int, Field(ge=0)],  # 0: two, or one where there is one GPU
-    steps=Annotated[int, Field(ge=2)],
-)
 class StartParameters(NotebookParameters):
     """Parameters of ``00_start_here``."""
+
+    study: str
+    runs_dir: str
+    ranks: NotNegative
+    steps: Annotated[int, Field(ge=2)]
 
     def to_study(self) -> Study:
         """The nano model in BF16 and with MXFP8 experts, once each, in steps of 512 tokens a rank."""
@@ -122,14 +86,22 @@ class StartParameters(NotebookParameters):
         return make_study(self.study, shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0])
 
 
-@_takes(
-    "capture_run study runs_dir model ranks ep steps seq_len local_batch activation_checkpoint hardware layer "
-    "outlier_log2",
-    layer=Annotated[int, Field(ge=0)],
-    outlier_log2=Annotated[int, Field(ge=0, le=20)],
-)
 class QuantiseParameters(NotebookParameters):
     """Parameters of ``01_quantise_to_mxfp8``."""
+
+    capture_run: str
+    study: str
+    runs_dir: str
+    model: str
+    ranks: Count
+    ep: Count
+    steps: Count
+    seq_len: Count
+    local_batch: Count
+    activation_checkpoint: str
+    hardware: str
+    layer: NotNegative
+    outlier_log2: Annotated[int, Field(ge=0, le=20)]
 
     def to_study(self) -> Study:
         """One BF16 run that captures what its experts multiply at its last step."""
@@ -137,35 +109,38 @@ class QuantiseParameters(NotebookParameters):
         return make_study(self.study, shared, [{"precision": "bf16"}], [0])
 
 
-@_takes(
-    "experiment result precision shapes model tokens tp ep aspect",
-    experiment=Literal["replay", "run"],
-    precision=Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"],
-    model=str,
-    tokens=Count,
-    aspect=Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)],
-)
 class GroupedGemmParameters(NotebookParameters):
     """Parameters of ``02_find_grouped_gemm_break_even``."""
 
+    experiment: Literal["replay", "run"]
+    result: str
+    precision: Literal["fp8", "mxfp8", "mxfp8_wgrad_bf16"]
+    shapes: str
+    model: str
+    tokens: Count
+    tp: Count
+    ep: Count
+    aspect: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 
-@_takes(
-    "experts top_k ep ranks_per_node routing groups limited_groups skew load tokens hidden precision hardware token "
-    "seed",
-    experts=Annotated[int, Field(ge=2)],
-    top_k=Count,
-    ranks_per_node=Count,
-    routing=Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed", "measured"],
-    groups=Count,
-    limited_groups=Count,
-    skew=Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)],
-    tokens=Tokens,
-    hidden=Count,
-    hardware=NodeProfile,
-    token=Token,
-)
+
 class RouteParameters(NotebookParameters):
     """Parameters of ``03_route_tokens``; all but ``load`` and ``seed`` have the names of the explorer's controls."""
+
+    experts: Annotated[int, Field(ge=2)]
+    top_k: Count
+    ep: Count
+    ranks_per_node: Count
+    routing: Literal["random_balanced", "uniform", "group_limited", "group_by_score", "skewed", "measured"]
+    groups: Count
+    limited_groups: Count
+    skew: Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)]
+    load: str
+    tokens: Tokens
+    hidden: Count
+    precision: Precision
+    hardware: NodeProfile
+    token: Token
+    seed: NotNegative
 
     def to_placement(self) -> ExpertPlacement:
         """Where the experts are.
@@ -209,19 +184,20 @@ class RouteParameters(NotebookParameters):
         return [self.to_routing(kind) for kind in kinds]
 
 
-@_takes(
-    "model ep ranks_per_node tokens alignment hardware sender token measure output size",
-    model=Literal["debug", "16B", "671B"],
-    ranks_per_node=Count,
-    tokens=Tokens,
-    alignment=Literal[16, 32, 128],
-    hardware=NodeProfile,
-    sender=Annotated[int, Field(ge=0)],
-    token=Token,
-    measure=bool,
-)
 class DispatchParameters(NotebookParameters):
     """Parameters of ``04_dispatch_with_deepep``."""
+
+    model: Literal["debug", "16B", "671B"]
+    ep: Count
+    ranks_per_node: Count
+    tokens: Tokens
+    alignment: Literal[16, 32, 128]
+    hardware: NodeProfile
+    sender: NotNegative
+    token: Token
+    measure: bool
+    output: str
+    size: str
 
     def to_placement(self) -> ExpertPlacement:
         """Where the model's experts are.
@@ -235,15 +211,31 @@ class DispatchParameters(NotebookParameters):
         )
 
 
-@_takes(
-    "model shape hardware nodes gpus_per_node pp pp_schedule dp_replicate dp_shard cp tp ep seq_len local_batch "
-    "microbatch precision ep_backend activation_checkpoint compile routing rank search_limit",
-    model=str,
-    shape=str,
-    rank=Annotated[int, Field(ge=0)],
-)
 class PlanParameters(NotebookParameters):
     """Parameters of ``05_plan_layout``."""
+
+    model: str
+    shape: str
+    hardware: str
+    nodes: Count
+    gpus_per_node: Count
+    pp: Count
+    pp_schedule: str
+    dp_replicate: Count
+    dp_shard: int
+    cp: Count
+    tp: Count
+    ep: Count
+    seq_len: Count
+    local_batch: Count
+    microbatch: Count
+    precision: Precision
+    ep_backend: EPBackend
+    activation_checkpoint: str
+    compile: str
+    routing: Routing
+    rank: NotNegative
+    search_limit: Limit
 
     def to_experiment(self, **changes: Any) -> Experiment:
         """The experiment that these parameters name but for the changes, on C4 as the published runs.
@@ -259,13 +251,40 @@ class PlanParameters(NotebookParameters):
         return parse(Experiment, {**fields, **changes})
 
 
-@_takes(
-    "study runs_dir submit cluster model arms quantize wgrad ep_backend nodes ranks ep seeds steps warmup_steps lr "
-    "seq_len local_batch activation_checkpoint compile routing dataset hardware final_fraction margin_nats on_failure",
-    on_failure=Literal["continue", "stop"],
-)
-class ConvergenceParameters(NotebookParameters):
+class _Training(NotebookParameters):
+    """A study that is trained here or given to Slurm."""
+
+    study: str
+    runs_dir: str
+    submit: bool
+    cluster: str
+    model: str
+    nodes: Count
+    ranks: Count
+    ep: Count
+    steps: Count
+    warmup_steps: NotNegative
+    lr: Positive
+    seq_len: Count
+    local_batch: Count
+    activation_checkpoint: str
+    compile: str
+    routing: Routing
+    dataset: str
+    hardware: str
+
+
+class ConvergenceParameters(_Training):
     """Parameters of ``06_compare_convergence``."""
+
+    arms: str
+    quantize: str
+    wgrad: str
+    ep_backend: EPBackend
+    seeds: Seeds
+    final_fraction: Share
+    margin_nats: Margin
+    on_failure: Literal["continue", "stop"]
 
     def to_study(self) -> Study:
         """The experiments that these parameters name."""
@@ -288,15 +307,17 @@ class ConvergenceParameters(NotebookParameters):
         return Path(self.runs_dir, self.study)
 
 
-@_takes(
-    "study runs_dir submit cluster model precision ep_kernels nodes ranks tp pp pp_schedule ep seeds steps "
-    "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
-    precision=Annotated[Literal["fp8", "mxfp8"], BeforeValidator(_with_a_speed)],
-    ep=Annotated[int, Field(ge=2)],
-    steps=Annotated[int, Field(ge=5)],  # the first three do not count
-)
-class ThroughputParameters(NotebookParameters):
+class ThroughputParameters(_Training):
     """Parameters of ``07_compare_throughput``."""
+
+    precision: Annotated[Literal["fp8", "mxfp8"], BeforeValidator(_with_a_speed)]
+    ep_kernels: str
+    tp: Count
+    pp: Count
+    pp_schedule: str
+    ep: Annotated[int, Field(ge=2)]
+    seeds: Seeds
+    steps: Annotated[int, Field(ge=5)]
 
     def to_study(self) -> Study:
         """The two-by-two: BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
@@ -308,17 +329,24 @@ class ThroughputParameters(NotebookParameters):
         return make_study(self.study, self.of_experiment, arms, range(self.seeds))
 
 
-@_takes(
-    "gpu nodes gpus_per_node network_gb_s pp tp ep seq_len local_batch routing price_per_gpu_hour watts_per_gpu "
-    "tokens_t calibration search_limit",
-    gpu=Literal["H100", "H200", "B200", "GB200"],
-    network_gb_s=Positive,
-    price_per_gpu_hour=Positive,
-    watts_per_gpu=Positive,
-    tokens_t=Positive,
-)
 class ProjectParameters(NotebookParameters):
     """Parameters of ``08_project_to_cluster``."""
+
+    gpu: Literal["H100", "H200", "B200", "GB200"]
+    nodes: Count
+    gpus_per_node: Count
+    network_gb_s: Positive
+    pp: Count
+    tp: Count
+    ep: Count
+    seq_len: Count
+    local_batch: Count
+    routing: Routing
+    price_per_gpu_hour: Positive
+    watts_per_gpu: Positive
+    tokens_t: Positive
+    calibration: str
+    search_limit: Limit
 
     def to_experiment(self, **changes: Any) -> Experiment:
         """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster, but for the changes.
@@ -332,13 +360,16 @@ class ProjectParameters(NotebookParameters):
         return on(self.gpu, parse(Experiment, {**fields, **changes}))
 
 
-@_takes(
-    "study runs_dir runs submit cluster wait model precision ep_backend nodes ranks tp pp ep steps trace_step "
-    "warmup_steps lr seq_len local_batch activation_checkpoint compile routing dataset hardware",
-    wait=bool,
-)
-class LaunchParameters(NotebookParameters):
+class LaunchParameters(_Training):
     """Parameters of ``09_launch_and_watch_run``."""
+
+    runs: str
+    wait: bool
+    precision: Precision
+    ep_backend: EPBackend
+    tp: Count
+    pp: Count
+    trace_step: NotNegative
 
     def to_study(self) -> Study:
         """One arm at one seed."""
@@ -350,12 +381,15 @@ class LaunchParameters(NotebookParameters):
         return Path(self.runs) if self.runs else Path(self.runs_dir, self.study)
 
 
-@_takes(
-    "paths reference final_fraction margin_nats with_paths output",
-    with_paths=bool,
-)
 class ReportParameters(NotebookParameters):
     """Parameters of ``10_report_study``."""
+
+    paths: str
+    reference: str
+    final_fraction: Share
+    margin_nats: Margin
+    with_paths: bool
+    output: str
 
     def to_paths(self) -> tuple[Path, ...]:
         """What the report is about."""
@@ -363,18 +397,25 @@ class ReportParameters(NotebookParameters):
         return tuple(given) or EXAMPLE_LOGS
 
 
-@_takes(
-    "trace against rank profiler_step layer phase record study runs_dir model ranks trace_step seq_len local_batch "
-    "compile hardware",
-    rank=Annotated[int, Field(ge=-1)],
-    profiler_step=Annotated[int, Field(ge=-1)],
-    layer=Annotated[int, Field(ge=-1)],
-    phase=Literal["forward", "recompute", "backward"],
-    record=bool,
-    trace_step=Annotated[int, Field(ge=2, le=1000)],
-)
 class ExplainParameters(NotebookParameters):
     """Parameters of ``11_explain_step``."""
+
+    trace: str
+    against: str
+    rank: Annotated[int, Field(ge=-1)]
+    profiler_step: Annotated[int, Field(ge=-1)]
+    layer: Annotated[int, Field(ge=-1)]
+    phase: Literal["forward", "recompute", "backward"]
+    record: bool
+    study: str
+    runs_dir: str
+    model: str
+    ranks: Count
+    trace_step: Annotated[int, Field(ge=2, le=1000)]
+    seq_len: Count
+    local_batch: Count
+    compile: str
+    hardware: str
 
     def to_study(self) -> Study:
         """One BF16 run whose last step is traced."""
@@ -401,68 +442,3 @@ class ExplainParameters(NotebookParameters):
             return read_experiment(Path(self.against))
         records = [path / EXPERIMENT_FILE for path in self.to_paths()]
         return next((read_experiment(record) for record in records if record.is_file()), None)
-
-
-def validated(schema: type[Parameters], namespace: Mapping[str, Any]) -> Parameters:
-    """Check the parameters of a notebook; called in the cell after its parameters cell.
-
-    In a notebook, parameters are the names that its parameters cell and papermill's injected cell assigned when they
-    last ran, as IPython's history has them: what else the kernel holds, from later cells of an earlier run, is none.
-
-    Args:
-        schema: what the notebook takes.
-        namespace: ``globals()`` of the notebook. Of a mapping without a history every name is a parameter, but for
-            modules, functions, classes and private names.
-
-    Returns:
-        The parameters with their declared types: ``"false"`` is False and ``"1e-4"`` is 0.0001.
-
-    Raises:
-        BadInput: for a value of the wrong type, a parameter that is missing, or one that the notebook does not have.
-    """
-    history = namespace.get("In", [])
-    assigned = _assigned_by_parameters_cells(history, schema.model_fields.keys()) or namespace.keys()
-    return parse(
-        schema,
-        {name: value for name, value in namespace.items() if name in assigned and _is_parameter(name, value)},
-    )
-
-
-def assigned_names(source: str) -> list[str]:
-    """Names that the top-level assignments of a cell bind, in their order.
-
-    Raises:
-        SyntaxError: if the cell is not Python.
-    """
-    return [
-        node.id
-        for statement in ast.parse(source).body
-        if isinstance(statement, ast.Assign | ast.AnnAssign)
-        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
-        for node in ast.walk(target)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-
-
-def _assigned_by_parameters_cells(history: Sequence[str], fields: Set[str]) -> set[str]:
-    """Names that the notebook's own parameters cell and the one injected after it assigned; empty if neither ran.
-
-    The history has no tags. More than half of the fields make a parameters cell: a line may be lost, and that field is
-    then missing, though the kernel still holds its value.
-    """
-    own: set[str] = set()
-    injected: set[str] = set()
-    for cell in history:
-        try:
-            names = set(assigned_names(cell))
-        except SyntaxError:  # it never ran
-            continue
-        if cell.startswith(INJECTED):
-            injected = names
-        elif 2 * len(names & fields) > len(fields):
-            own, injected = names, set()
-    return own | injected if own else own
-
-
-def _is_parameter(name: str, value: object) -> bool:
-    return not (name.startswith("_") or name in _JUPYTER_NAMES or isinstance(value, ModuleType) or callable(value))

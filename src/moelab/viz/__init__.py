@@ -3,7 +3,7 @@
 from moelab.viz.layout import LayoutExplorer, best_layouts, memory_bars, mesh_map, pipeline_schedule, technique_gains
 from moelab.viz.report import Figure, Table, write_report
 from moelab.viz.study import loss_curves, loss_difference, throughput_bars, verdict_intervals
-from moelab.viz.theme import arm_styles, use_renderer
+from moelab.viz.theme import arm_styles, use_in_notebooks
 
 __all__ = [
     "Figure",
@@ -18,7 +18,8 @@ __all__ = [
     "pipeline_schedule",
     "technique_gains",
     "throughput_bars",
-    "use_renderer",
     "verdict_intervals",
     "write_report",
 ]
+
+use_in_notebooks()

@@ -16,14 +16,17 @@ import importlib.util
 import logging
 import os
 import re
+import sys
 import textwrap
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import plotly.io as pio
+from plotly.io.base_renderers import MimetypeRenderer
 
 from moelab.analysis.arms import arm_label, base_arm
 
@@ -224,24 +227,31 @@ def template(width: int = NORMAL) -> go.layout.Template:
     )
 
 
-def use_renderer() -> str:
-    """Choose how figures appear in notebooks, and return the choice.
+class NotebookRenderer(MimetypeRenderer):  # type: ignore[misc] # plotly has no types
+    """A live figure, and a picture of it beside it, so that a saved notebook shows it anywhere.
 
-    ``plotly_mimetype+png`` keeps a picture beside the live figure, so that a rendered notebook shows it anywhere; it
-    needs kaleido and a Chromium, and without them it would fail the run, so then it is ``plotly_mimetype`` alone. What
-    plotly's own ``PLOTLY_RENDERER`` names goes before both: the site needs no picture.
-
-    Returns:
-        Name of the renderer, now plotly's default in this process.
+    The picture needs kaleido and a Chromium; without them plotly's own ``png`` would fail, so then it is left out.
     """
-    given = os.environ.get("PLOTLY_RENDERER")
-    pio.renderers.default = given or ("plotly_mimetype+png" if can_draw_png() else "plotly_mimetype")
-    return str(pio.renderers.default)
+
+    def to_mimebundle(self, fig_dict: dict[str, Any]) -> dict[str, Any]:
+        """What Jupyter stores, by MIME type."""
+        kinds = ["plotly_mimetype", *(["png"] if can_draw_png() else [])]
+        return {mime: data for kind in kinds for mime, data in pio.renderers[kind].to_mimebundle(fig_dict).items()}
+
+
+def use_in_notebooks() -> None:
+    """Make :class:`NotebookRenderer` plotly's default in a notebook's kernel, unless ``PLOTLY_RENDERER`` names one."""
+    ipython = sys.modules.get("IPython")
+    in_kernel = ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+    if in_kernel and not os.environ.get("PLOTLY_RENDERER"):
+        pio.renderers["moelab"] = NotebookRenderer()
+        pio.renderers.default = "moelab"
 
 
 FIRST_PICTURE_S = 60.0
 
 
+@functools.cache
 def can_draw_png() -> bool:
     """Whether kaleido and a Chromium are here, and the Chromium draws; it goes on running until Python ends.
 
