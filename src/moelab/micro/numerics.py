@@ -107,7 +107,7 @@ def measure(x: torch.Tensor, number_format: Format) -> TensorErrors:
     return TensorErrors(
         sqnr_db=sqnr_db(x, cast.values),
         worst_blocks_db=float(worst),
-        saturated_fraction=float((x.abs().double() > number_format.max * cast.scale.double()).double().mean()),
+        saturated_fraction=float((x.abs().double() > number_format.element.max * cast.scale.double()).double().mean()),
         underflow_fraction=float(((cast.values == 0) & (x != 0)).double().mean()),
     )
 

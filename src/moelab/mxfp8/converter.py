@@ -1,18 +1,17 @@
-"""Quantised experts, and linears when asked, as TorchTitan model converters: MXFP8 and row-wise FP8.
+"""Quantised experts, and linears when asked, as TorchTitan model converters: MXFP8, NVFP4 and row-wise FP8.
 
 TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
 kernels, and emulate elsewhere, so that an experiment means the same on every machine: the linears by torchao's
-emulation, the experts by :mod:`moelab.mxfp8.experts`, which has the same numbers. Forward, dgrad and wgrad of each
-grouped GEMM are quantised (wgrad in BF16 on request).
+emulation, the experts by :mod:`moelab.mxfp8.experts`, which has the same numbers.
 
-The quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
+Quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
 plain dispatcher stays and the emulation pads inside the grouped GEMM.
 
-FP8 experts are moelab's (:mod:`moelab.mxfp8.experts`), wgrad in BF16 or FP8. TorchTitan 0.3.0's own experts
-train in BF16 whenever they are spread over ranks: they quantise where a weight is torchao's wrapper
-(``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands out plain tensors
-(``spmd_types.shard`` in ``distributed/spmd_types.py``). No message says so; only the kernels of a traced step show it.
+FP8 experts are moelab's too. TorchTitan 0.3.0's own train in BF16 whenever they are spread over ranks: they quantise
+where a weight is torchao's wrapper (``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands
+out plain tensors (``spmd_types.shard`` in ``distributed/spmd_types.py``). No message says so; only the kernels of a
+traced step show it.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ _TitanExperts: Any = _get_mxfp8_grouped_experts_cls(GroupedExperts)
 
 
 class MXFP8Experts(_TitanExperts):
-    """Experts whose grouped GEMMs are quantised to MXFP8, natively by torchao or emulated, or to emulated NVFP4.
-
-    TorchTitan's own class with two more settings: emulated kernels, and wgrad in BF16 with either kind.
-    """
+    """TorchTitan's MXFP8 experts with emulated kernels, also for NVFP4, and with wgrad in BF16 when asked."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_TitanExperts.Config):

@@ -20,9 +20,8 @@ combine    out of the groups, all-to-all in BF16                          quanti
 
 It differs from torchao 0.18 in cost, not in numbers. A token is quantised once, not once for each of its experts, and
 8-bit rows are gathered instead of BF16 ones. There are as many rows as the padded groups hold, not as many as they
-could hold at most. The gradient that arrives at the experts is expanded to BF16, where it is exact: w2's dgrad
-quantises it to the same values, and w2's weight gradient needs it in BF16. And no tensor subclass is involved, so that
-the model compiles as one graph and the products run on any device.
+could hold at most. The gradient that arrives at the experts is expanded to BF16, where it is exact. And no tensor
+subclass is involved, so that the model compiles as one graph and the products run on any device.
 
 Shape suffixes: T tokens of this rank, K experts of a token, N = T*K rows that leave, R rows that arrive, P the same in
 padded groups, D features, S = D/32 scales, E experts, e local experts.

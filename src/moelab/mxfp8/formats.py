@@ -1,12 +1,11 @@
 """Number formats by torchao's own casts: BF16, FP8 with one scale a tensor or a row, MXFP8 and NVFP4 with one a block.
 
-A format has one operation, :meth:`cast`: it stores a tensor in few bits and expands it again. Scales lie along the last
+A format has one operation, ``cast``: it stores a tensor in few bits and expands it again. Scales lie along the last
 axis, which in a matrix product is the one that is summed over, because only then can a kernel apply them outside the
 sum. So one tensor is cast along different axes, transposed or not, for different products.
 
 MXFP8 is the OCP Microscaling format: 32 consecutive numbers share one scale, a power of two stored as an 8-bit exponent
-(E8M0), and each is stored as E4M3 or E5M2. How the scale follows from the block's largest magnitude is not part of the
-format; torchao 0.18 has four ways (:data:`SCALINGS`):
+(E8M0), and each is stored as E4M3 or E5M2. torchao 0.18 has four ways to a scale from the block's largest magnitude:
 
 =========  ============================================================  ==========================================
 scaling    scale, for E4M3 (emax 8, max 448)                             a block's largest number
@@ -19,14 +18,13 @@ scaling    scale, for E4M3 (emax 8, max 448)                             a block
 =========  ============================================================  ==========================================
 
 torchao computes the logarithm of ``rceil`` in float32 unless it compiles for SM100: an amax less than 4e-7 (relative)
-above 448 times a power of two gets half of its scale. No BF16 number is there.
-
-It also misreads blocks whose scale would be 2^-127 or less, an amax of about 10^-36: far below what a run computes.
+above 448 times a power of two gets half of its scale. No BF16 number is there. It also misreads blocks whose scale
+would be 2^-127 or less, an amax of about 10^-36: far below what a run computes.
 
 NVFP4 halves the bits: 16 consecutive numbers, each four bits (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4 and 6 with a sign), share
-a scale with a mantissa (E4M3). As E4M3 has too short a range for that, a second scale, one FP32 number for the tensor,
-brings the largest block's scale to 448. A block's scale is rounded to nearest, so that half of all blocks have one that
-is a little too small, and their largest number saturates.
+a scale in E4M3, and a second scale, one FP32 number for the tensor, brings the largest block's scale to 448. A block's
+scale is rounded to nearest, so that half of all blocks have one that is a little too small, and their largest number
+saturates.
 
 Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3; torchao 0.18 ``prototype/mx_formats/mx_tensor.py``,
 ``prototype/mx_formats/nvfp4_tensor.py`` and ``float8/float8_utils.py``.
@@ -53,7 +51,7 @@ SCALINGS: tuple[Scaling, ...] = ("floor", "rceil", "even", "ceil")
 
 @dataclass(frozen=True, kw_only=True)
 class Element:
-    """A floating-point type of 8 bits or fewer."""
+    """A floating-point type."""
 
     name: str
     dtype: torch.dtype  # of E2M1, which PyTorch has in pairs only, that of a byte for each code
@@ -71,6 +69,9 @@ class Element:
 E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
 E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emax=15, emin=-14, mantissa_bits=2)
 E2M1 = Element(name="E2M1", dtype=torch.uint8, max=6.0, emax=2, emin=0, mantissa_bits=1)
+BFLOAT16 = Element(
+    name="BF16", dtype=torch.bfloat16, max=torch.finfo(torch.bfloat16).max, emax=127, emin=-126, mantissa_bits=7
+)
 ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2, E2M1)}
 
 
@@ -85,9 +86,9 @@ class Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class BF16:
-    """bfloat16: no scale, 8 bits of exponent and 7 of mantissa."""
+    """bfloat16, without a scale."""
 
-    max: float = float(torch.finfo(torch.bfloat16).max)
+    element: Element = BFLOAT16
 
     def cast(self, x: torch.Tensor) -> Cast:
         """Round to bfloat16."""
@@ -95,17 +96,8 @@ class BF16:
         return Cast(values=stored.float(), stored=stored, scale=torch.ones_like(x, dtype=torch.float32))
 
 
-class _OfElements:
-    element: Element
-
-    @property
-    def max(self) -> float:
-        """Largest magnitude of an element."""
-        return self.element.max
-
-
 @dataclass(frozen=True, kw_only=True)
-class FP8(_OfElements):
+class FP8:
     """8-bit elements under one scale for the whole tensor or for each row, computed from the largest magnitude."""
 
     per: Literal["tensor", "row"]  # a row's scale is a power of two, as in torchao's recipe
@@ -128,7 +120,7 @@ class FP8(_OfElements):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MX(_OfElements):
+class MX:
     """Blocks of consecutive 8-bit elements, each block under one power of two; MXFP8 where the block is 32."""
 
     scaling: Scaling = "rceil"
@@ -154,7 +146,7 @@ class MX(_OfElements):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NVFP4(_OfElements):
+class NVFP4:
     """Blocks of 16 consecutive E2M1 elements under an E4M3 scale each, and an FP32 scale for the whole tensor."""
 
     element: Element = E2M1

@@ -7,26 +7,23 @@ Scales of MXFP8 and FP8 are powers of two, the least that keeps the largest magn
 over 32 consecutive values (MXFP8, E stored as a byte) or over a row (FP8, 2^E stored as float32). torchao 0.18 finds E
 by a division, a logarithm and a rounding up, which compiled kernels may compute less exactly than PyTorch does. Here it
 is an integer addition on the bits of ``amax``, because 448 is 1.75 * 2^8: the exponent less 8, and one more if the
-significand is above 1.75. For BF16 input the results are torchao's, compiled or not. What is expanded again is exact in
-BF16: an E4M3 number has 4 significant bits, and the scale is a power of two.
+significand is above 1.75. For BF16 input the results are torchao's, compiled or not, and exact in BF16 when expanded.
 
-Emulation needs the expanded values alone (:func:`fake_quantise_rows` and its kin). They are one function of a block of
-32 values: adding and subtracting 1.5 * 2^23 quanta in FP32 leaves a multiple of the quantum, rounded to nearest even.
-The ends of the range are torchao 0.18's: a block with a NaN becomes NaN; a block with an infinity is scaled by 2^127; a
-block whose scale would be 2^-127 or less becomes (signed) zeros; and what rounds past BF16's largest number becomes an
-infinity.
+Emulation needs the expanded values alone (:func:`fake_quantise_rows` and its kin). Adding and subtracting 1.5 * 2^23
+quanta in FP32 leaves a multiple of the quantum, rounded to nearest even. The ends of the range are torchao 0.18's: a
+block with a NaN becomes NaN; a block with an infinity is scaled by 2^127; a block whose scale would be 2^-127 or less
+becomes (signed) zeros; and what rounds past BF16's largest number becomes an infinity.
 
-These three are operators, opaque to torch.compile and free of side effects, so that a compiled layer quantises an
-operand once however many GEMMs take it. On CUDA they are one Triton kernel (``fake_quantise_cuda.py``) that reads the
-tensor once; on a CPU plain PyTorch, with as few passes as it can be done in. (They are opaque there too because
-inductor of torch 2.14.1 fails with an assertion in ``cpp.py``'s ``try_loop_split`` when it fuses blocks along both
-axes.)
+These are operators, opaque to torch.compile and free of side effects, so that a compiled layer quantises an operand
+once however many GEMMs take it. On CUDA they are one Triton kernel (``fake_quantise_cuda.py``) that reads the tensor
+once, on a CPU plain PyTorch. (They are opaque there too because inductor of torch 2.14.1 fails with an assertion in
+``cpp.py``'s ``try_loop_split`` when it fuses blocks along both axes.)
 
 Source: torchao 0.18, ``to_mx`` in ``prototype/mx_formats/mx_tensor.py`` and ``tensor_to_scale`` in
 ``float8/float8_utils.py``; ``nvfp4_quantize`` and ``NVFP4Tensor.dequantize`` in
 ``prototype/mx_formats/nvfp4_tensor.py``.
 
-Shape suffixes: B batch (experts), R rows, C columns, b blocks of 32 values.
+Shape suffixes: B batch (experts), R rows, C columns.
 """
 
 from __future__ import annotations
@@ -81,7 +78,7 @@ def require_whole_blocks(what: str, size: int, block: int = BLOCK, *, or_none: b
 
 
 def quantise(x: torch.Tensor, precision: Precision8) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`quantise_mxfp8` or :func:`quantise_fp8`."""
+    """Data and scales as :func:`quantise_mxfp8` or :func:`quantise_fp8` returns them."""
     return quantise_mxfp8(x) if precision == "mxfp8" else quantise_fp8(x)
 
 
@@ -178,16 +175,10 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moelab::fake_quantise_columns", mutates_args=(), device_types="cpu")
 def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
-    """Quantise BF16 ``(..., R, C)`` to MXFP8 in blocks along the last dimension but one, expand again, and transpose.
+    """The same along the last dimension but one, and transposed: ``(..., R, C)`` to a contiguous ``(..., C, R)``.
 
-    A GEMM whose contraction runs over the rows (wgrad over tokens, dgrad over a weight's outputs) needs blocks there,
-    and the layout of the result is the one in which torchao gives that operand to the GEMM.
-
-    Returns:
-        BF16, ``(..., C, R)``, contiguous.
-
-    Raises:
-        NotWholeBlocks: if R is not a multiple of 32.
+    A GEMM that sums over the rows (wgrad over tokens, dgrad over a weight's outputs) needs blocks there, and this is
+    the layout in which torchao gives it that operand. :class:`NotWholeBlocks` if R is not a multiple of 32.
     """
     require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
     blocks = x_BRC.contiguous().unflatten(-2, (x_BRC.shape[-2] // BLOCK, BLOCK))
@@ -196,11 +187,7 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("moelab::fake_quantise_both", mutates_args=(), device_types="cpu")
 def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of the above; on CUDA for one read of ``x_BRC``.
-
-    Returns:
-        ``(..., R, C)`` with blocks along C, and ``(..., C, R)`` with blocks along R.
-    """
+    """Both of the above; on CUDA for one read of ``x_BRC``."""
     return fake_quantise_rows(x_BRC), fake_quantise_columns(x_BRC)
 
 
