@@ -556,8 +556,9 @@ def time_group(
         for operation in layer.arm.operations:
             precision = layer.arm.precision if operation == "dispatch" else "bf16"
             moved = traffic(sent_PP, hidden=size.hidden, precision=precision)
-            of_ranks = summary(world.everywhere(times[layer.arm.name, operation]))
-            rows.append({**columns, "operation": operation, **of_ranks, "repeats": repeats, **moved, "error": None})
+            of_ranks = [Times(**one) for one in world.everywhere(vars(times[layer.arm.name, operation]))]
+            took = summary(of_ranks)
+            rows.append({**columns, "operation": operation, **took, "repeats": repeats, **moved, "error": None})
     return rows
 
 
