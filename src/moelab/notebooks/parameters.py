@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.door import runs_folder
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
@@ -27,6 +28,7 @@ from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
 
 Count = Annotated[int, Field(ge=1)]
+Folder = Annotated[str, AfterValidator(lambda name: str(runs_folder(name)))]
 NotNegative = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Seeds = Annotated[int, Field(ge=1, le=100)]
@@ -74,7 +76,7 @@ class StartParameters(NotebookParameters):
     """Parameters of ``00_start_here``."""
 
     study: str
-    runs_dir: str
+    runs_dir: Folder
     ranks: NotNegative
     steps: Annotated[int, Field(ge=2)]
 
@@ -91,7 +93,7 @@ class QuantiseParameters(NotebookParameters):
 
     capture_run: str
     study: str
-    runs_dir: str
+    runs_dir: Folder
     model: str
     ranks: Count
     ep: Count
@@ -255,7 +257,7 @@ class _Training(NotebookParameters):
     """A study that is trained here or given to Slurm."""
 
     study: str
-    runs_dir: str
+    runs_dir: Folder
     submit: bool
     cluster: str
     model: str
@@ -408,7 +410,7 @@ class ExplainParameters(NotebookParameters):
     phase: Literal["forward", "recompute", "backward"]
     record: bool
     study: str
-    runs_dir: str
+    runs_dir: Folder
     model: str
     ranks: Count
     trace_step: Annotated[int, Field(ge=2, le=1000)]
