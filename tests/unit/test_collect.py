@@ -73,6 +73,21 @@ def test_a_loss_that_is_not_finite_is_a_failure_whatever_the_status_says(tmp_pat
     assert json.loads(json.dumps(one.to_json(), allow_nan=False))["rows"][4]["loss"] is None
 
 
+@pytest.mark.parametrize("end", [2, 5])
+def test_a_loss_that_was_finite_again_is_no_failure_though_the_last_events_that_were_flushed_are_not(
+    tmp_path: Path, end: int
+) -> None:
+    losses = [8.0, math.nan, 7.0, 6.5, 6.25]
+    run = make_run(tmp_path, EXPERIMENT, losses[:end])
+    with SummaryWriter(str(run.tensorboard / "20260914-0310")) as writer:
+        for step, loss in enumerate(losses[:2], start=1):
+            writer.add_scalar(LOSS_NAME, loss, step)
+    for one in (collect_and_save(run), collect_run(run)):
+        assert (one.finished, one.diverged is None, one.status.state is State.COMPLETED) == (end == 5,) * 3
+        words = "the loss was nan at step 2 (segment 0) and finite afterwards"
+        assert one.notes == ((words,) if end == 5 else ())
+
+
 def test_the_launchers_own_reason_is_kept_and_only_a_whole_run_is_finished(tmp_path: Path) -> None:
     reason = "rank 3: RuntimeError: Loss is not finite"
     run = make_run(tmp_path, EXPERIMENT, [8.0, math.nan], state=State.FAILED, reason=reason)
@@ -224,7 +239,7 @@ def unread(*_: object) -> None:
 def test_saved_results_are_read_while_all_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], math.nan], held_out=6.5)
     with run.log.open("a") as log:
-        log.write(step_line(6, 6.0).replace("grad_norm:  0.2210", "grad_norm:     nan"))
+        log.write(step_line(6, math.nan).replace("grad_norm:  0.2210", "grad_norm:     nan"))
     with SummaryWriter(str(run.tensorboard / "20260914-0310")) as writer:
         writer.add_scalar(LOSS_NAME, 8.0, 1)
     fresh = collect_and_save(run)

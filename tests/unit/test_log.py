@@ -58,7 +58,13 @@ def test_a_loss_that_is_not_finite_is_a_failure_until_another_launch() -> None:
     source = '[rank3]:     f"Loss is not finite (global_avg_loss={global_avg_loss}) at "\n'
     lines = [stamped(0, start(1)), stamped(1, step(1, 8.0)), source, error]
     assert read_log(lines).reason == "loss is nan at step 12 (segment 0)"
-    assert read_log([*lines, stamped(100, start(11)), stamped(110, step(20, 7.0))]).reason is None
+    read = read_log([*lines, stamped(100, start(11)), stamped(110, step(20, 7.0))])
+    assert (read.reason, read.notes) == (None, ("the loss was nan at step 12 (segment 0) and finite afterwards",))
+    goes_on = [stamped(at, step(at, "inf" if at in (3, 5) else 8.0)) for at in range(1, 9)]
+    assert (read_log(goes_on[:5]).reason, read_log(goes_on[:5]).notes) == ("loss is inf at step 3 (segment 0)", ())
+    read = read_log(goes_on)
+    words = "the loss was inf at 2 steps from 3 on (segment 0) and finite afterwards"
+    assert (read.reason, read.notes) == (None, (words,))
 
 
 def test_validation_lines() -> None:

@@ -58,7 +58,7 @@ from moelab.runs.tensorboard import NotATensorBoardFolder, event_files, read_ten
 from moelab.runs.wandb_export import is_export, read_wandb
 
 RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
-READER_VERSION = 3
+READER_VERSION = 4
 """Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
 WARMUP_STEPS = 3
 _LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
@@ -84,7 +84,7 @@ class Collected(SideFiles):
     rows: pd.DataFrame
     validation: pd.DataFrame  # held-out loss by step
     steps_planned: int | None = None
-    diverged: str | None = None  # which loss was not finite, None where none was or a restart got over it
+    diverged: str | None = None  # which loss was not finite, None where none was or training got over it
     experiment: Experiment | None = None
     # NaN or Inf by the step that reported it as its gradient norm
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
@@ -432,12 +432,17 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
     held_out = max(log.validation_columns, events.validation_columns, key=lambda part: len(part["step"]))
     reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
     norms = merge_segments(metrics_table(columns)).set_index("step")["grad_norm"] if reported else pd.Series()
+    reason = log.reason or events.reason
+    if reason != log.reason:  # the log may go on behind the last events that were flushed
+        last = columns["segment"] == columns["segment"].max()
+        ends = last & (columns["step"] == columns["step"][last].max())
+        reason = None if np.isfinite(columns["loss"][ends]).any() else reason
     return replace(
         log,
         columns=columns,
         validation_columns=held_out,
-        reason=log.reason or events.reason,
-        notes=(*log.notes, *events.notes),
+        reason=reason,
+        notes=tuple(dict.fromkeys((*log.notes, *events.notes))),
         # One of them may lack the launch that repeated a step, and hold its earlier value.
         grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
     )

@@ -110,21 +110,37 @@ def step_column(name: str) -> str | None:
 
 
 def metrics_read(
-    columns: Columns, validation: Columns, failures: Mapping[int, tuple[int, float]], **more: Any
+    columns: Columns,
+    validation: Columns,
+    failures: Mapping[int, tuple[int, float]],
+    *,
+    notes: tuple[str, ...] = (),
+    **more: Any,
 ) -> MetricsRead:
     """Return what a reader found, however its source is built.
 
-    ``failures`` has, by segment, the first step at which its loss was not finite, and that loss.
+    ``failures`` has, by segment, the first step at which its loss was not finite, and that loss. Training failed if the
+    last loss is not finite; of a loss that was finite again, also after a restart, there is a note.
     """
-    logged = {*np.unique(columns["segment"]).tolist(), *np.unique(validation["segment"]).tolist()}
-    last = max(logged | set(failures), default=0)
-    step, loss = failures.get(last, (0, None))  # an earlier failure was restarted from
+    segment, steps = columns["segment"], columns["step"]
+    logged = {*np.unique(segment).tolist(), *np.unique(validation["segment"]).tolist()}
+    last, reason, recovered = max(logged | set(failures), default=0), None, list[str]()
+    for number, (step, loss) in sorted(failures.items()):
+        finite, own = np.isfinite(columns["loss"]), (segment == number) & (steps >= step)
+        at_the_end = own & (steps == steps[own].max(initial=step))
+        if number == last and not finite[at_the_end].any():
+            reason = f"loss is {loss} at step {step} (segment {number})"
+        elif number == last or finite[segment > number].any():
+            count = int((own & ~finite).sum())
+            which = f"step {step}" if count < 2 else f"{count} steps from {step} on"
+            recovered.append(f"the loss was {loss} at {which} (segment {number}) and finite afterwards")
     return MetricsRead(
         columns=columns,
         validation_columns=validation,
         segments=len(logged),
-        reason=None if loss is None else f"loss is {loss} at step {step} (segment {last})",
+        reason=reason,
         grad_norm_not_finite=grad_norms_not_finite(columns),
+        notes=(*notes, *recovered),
         **more,
     )
 
