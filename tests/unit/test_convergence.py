@@ -1,8 +1,10 @@
 """The verdict on a loss: its error rates by simulation, its statistics against references, its answers case by case."""
 
+import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ from statsmodels.stats.weightstats import ttost_paired
 from moelab.analysis import verdict as verdicts
 from moelab.analysis.convergence import compare_convergence, final_losses
 from moelab.analysis.equivalence import (
+    COPIES_SPREAD,
+    MARGIN_FLOOR,
     Margin,
     equivalence_margin,
     equivalence_power,
     lower_sd_limit,
     outlying_seeds,
     paired_tests,
+    prediction_interval,
     seeds_needed,
     trimmed_sd,
 )
@@ -87,6 +92,64 @@ def test_rates_away_from_the_margin(tests, n, ratio, true_difference, equivalent
         assert least <= rate <= most
 
 
+ROOT = Path(__file__).parents[2]
+SHAPES = {  # of losses with a mean of 0 and a standard deviation of 1
+    "normal": lambda rng, size: rng.normal(size=size),
+    "Student": lambda rng, size: rng.standard_t(3, size=size) / math.sqrt(3),
+    "lognormal": lambda rng, size: (rng.lognormal(size=size) - math.exp(0.5)) / math.sqrt((math.e - 1) * math.e),
+}
+TIGHT, WIDE_PAIRS = 0.02, 1.0
+ROUNDING_ALONE = ("standard", "nudged", "deepep", "deepep_ordered")
+CELLS = [  # rows of the guide's table: shape, scatter of the pairs, true difference, what is counted
+    ("normal", TIGHT, 2.0, "equivalent"),
+    ("normal", WIDE_PAIRS, 0.0, "different"),
+    ("Student", WIDE_PAIRS, 0.0, "different"),
+    ("lognormal", WIDE_PAIRS, 0.0, "different"),
+    ("normal", TIGHT, 1.0, "different"),
+    ("normal", TIGHT, 0.5, "different"),
+    ("normal", 0.0, 0.0, "outlying"),
+    ("Student", 0.0, 0.0, "outlying"),
+    ("lognormal", 0.0, 0.0, "outlying"),
+]
+
+
+@pytest.mark.parametrize("row", range(len(CELLS)))
+def test_the_error_rates_in_the_guide_are_those_of_the_code(row):
+    shape, ratio, difference, counted = CELLS[row]
+    lines = [line for line in (ROOT / "docs" / "verdict.md").read_text().splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == len(CELLS)
+    assert f"*{counted}*" in lines[row] or "the same" in lines[row] or counted == "outlying"
+    for n, percent in zip((3, 4, 5, 8), lines[row].split("|")[2:-1], strict=True):
+        rng, draws = np.random.default_rng([row, n]), 1500 if counted == "outlying" else 20_000
+        losses_NM = SHAPES[shape](rng, (n, draws))
+        if counted == "outlying":
+            rate = np.mean([bool(outlying_seeds(dict(enumerate(losses)))) for losses in losses_NM.T])
+        else:
+            rate = getattr(
+                by_derived_margin(difference + ratio * SHAPES[shape](rng, (n, draws)), losses_NM), counted
+            ).mean()
+        said = float(percent) / 100
+        deviation = math.sqrt(max(said, 0.001) * (1 - said) * (1 / draws + 1 / 20_000))
+        assert rate == pytest.approx(said, abs=4 * deviation + 0.0005)
+
+
+def test_the_floors_are_below_what_rounding_does():
+    """Pairs of trainings on H200s that differ in nothing but rounding."""
+    ends, by_step_16 = [], []
+    for file in sorted((ROOT / "benchmarks" / "results").glob("dispatcher_losses*.json")):
+        for result in json.loads(file.read_text())["results"]:
+            standard, *others = (np.array(run["losses"]) for run in result["runs"] if run["arm"] in ROUNDING_ALONE)
+            for losses in others:
+                if (losses != standard).any():  # a repetition of the standard run is equal to the bit
+                    ends.append(abs(losses[-10:].mean() / standard[-10:].mean() - 1))
+                    by_step_16.append(np.abs(losses / standard - 1)[:16].max())
+    different = {round(end, 12) for end in ends}  # one of them stands in two files
+    assert len(different) == 12
+    assert (min(different), max(different)) == pytest.approx((0.0013, 0.025), abs=0.0005)
+    assert min(different) > MARGIN_FLOOR
+    assert min(by_step_16) > COPIES_SPREAD
+
+
 @pytest.mark.parametrize("n", [3, 4, 8, 16])
 def test_lower_limit_covers(n):
     above = lower_sd_limit(np.random.default_rng(1).normal(size=(n, 20_000)), alpha=0.025) > 1.0
@@ -131,6 +194,15 @@ def test_the_range_of_seeds_is_that_of_the_spreads_that_could_be_true():
         low, high = (needed(derived, 1.0, 0.7 / np.quantile(trimmed, q)) for q in near)
         assert low <= of_reference[end] <= high
     assert seeds_needed(n_seeds=n, sd_difference=100.0, n_reference=n, margin=given) == (None, None)
+
+
+def test_a_prediction_interval_holds_one_more_value():
+    rng = np.random.default_rng(0)
+    held = []
+    for *values, further in rng.normal(3.0, 2.0, size=(DRAWS, 5)):
+        interval = prediction_interval(values)
+        held.append(interval.low <= further <= interval.high)
+    assert np.mean(held) == pytest.approx(0.95, abs=ALLOWANCE)
 
 
 @pytest.mark.parametrize("n", [3, 5])  # one step of the test, and two
@@ -227,6 +299,8 @@ YES, NO, OPEN, NOT_YET = Answer.EQUIVALENT, Answer.DIFFERENT, Answer.INSUFFICIEN
 NEAR, ACROSS = (0.003, 0.005, -0.001, 0.004), (0.08, -0.07, 0.05, -0.04)
 WIDE, BY_53 = (2.0, -2.0, 1.0, -1.0), (0.053, 0.054, 0.052, 0.053)
 SAME = dict.fromkeys(range(4), 3.7)  # whose standard deviation is 5e-16 by rounding
+NEARLY_SAME = {0: 3.7, 1: 3.7003, 2: 3.6994, 3: 3.7001}
+COPIES = {0: 3.7, 1: 3.7001, 2: 3.6998, 3: 3.6999}
 EIGHT = dict(enumerate(3.6 + 0.02 * np.random.default_rng(3).normal(size=8)))
 OTHERS = {seed: loss for seed, loss in EIGHT.items() if seed != 4}
 LIKE_EIGHT, LIKE_OTHERS = nearly(EIGHT), nearly(OTHERS)
@@ -270,6 +344,15 @@ ANSWERS = {
     "two seeds": case(shifted(0.001, 0.002), REFERENCE, OPEN, "n = 2 .*At least 3 common seeds", margin_nats=1.0),
     "two seeds that are far off": case(shifted(1.0, 1.001), REFERENCE, OPEN, "At least 3 common", margin_nats=0.1),
     "no spread": case(SAME, SAME, OPEN, "no margin.*--margin"),
+    "hardly any spread": case(
+        {seed: loss + 0.001 * (seed % 2 + 1) for seed, loss in NEARLY_SAME.items()},
+        NEARLY_SAME,
+        YES,
+        r"margin ±0\.0037 \(cap 0\.0370\).*shift.*closer together .* \(0\.0037 nats\).* of BF16 within 0\.00090 nats",
+    ),
+    "as good as no spread": case(
+        nearly(COPIES), COPIES, OPEN, "no margin.*of BF16 within 0.00030 nats: they may be one run.*--margin"
+    ),
     "no spread, but past the cap": case(dict.fromkeys(SAME, 4.6), SAME, NO, "no margin"),
     "no spread, and a given margin": case(SAME, SAME, YES, "90 % interval", margin_nats=0.01),
     "past a given margin": case(dict.fromkeys(SAME, 4.6), SAME, NO, "wider than the usual cap 0.0370", margin_nats=0.1),
@@ -319,6 +402,11 @@ ANSWERS = {
 
 
 def test_a_margin_says_which_of_its_bounds_it_is() -> None:
+    words = (
+        "its floor, 0.0037 (0.1 % of the mean loss, less than rounding alone moves it by); the seeds alone would give 0"
+    )
+    assert equivalence_margin(NEARLY_SAME, reference="bf16_standard").source.startswith(words)
+    assert equivalence_margin(NEARLY_SAME, reference="bf16_standard", margin_cap_nats=0.001).nats == 0.001
     for cap, words in (
         (0.03, "cap, 0.0300 (given); the seeds alone would give 0.1"),
         (0.5, "; below its cap, 0.5000 (given)"),
@@ -364,7 +452,7 @@ def study() -> pd.DataFrame:
 def test_a_final_loss_is_the_mean_of_the_last_tenth_and_runs_without_one_are_named():
     table = study().set_index(["arm", "seed", "step"])
     table = table.drop([("bf16_standard", 1, 75)]).drop([("bf16_standard", 2, step) for step in range(41, 81)])
-    table.loc[("mxfp8_standard", 0, 78), "loss"] = math.nan
+    table.loc[("mxfp8_standard", 0, [78, 80]), "loss"] = math.nan
     final = final_losses(table.reset_index())
     assert (final.first_step, final.last_step) == (73, 80)
     reference, arm = final.seeds["bf16_standard"], final.seeds["mxfp8_standard"]
@@ -375,6 +463,21 @@ def test_a_final_loss_is_the_mean_of_the_last_tenth_and_runs_without_one_are_nam
     assert (verdict.answer, verdict.seeds) == (Answer.DIFFERENT, (3,))
     assert verdict.excluded[1:] == tuple(f"bf16_standard, seed {seed}: {why}" for seed, why in reference.lost.items())
     assert "in the mean loss of steps 73 to 80" in verdict.sentence()
+
+
+def test_a_change_is_that_of_the_least_squares_line_over_the_steps_that_count():
+    table = study()
+    noise = np.random.default_rng(0).normal(0, 0.01, size=len(table))
+    table = table.assign(loss=table["loss"] + noise)
+    table = table[(table["arm"] != "mxfp8_standard") | (table["step"] % 2 == 0)]  # which leaves 74, 76, 78 and 80
+    final = final_losses(table)
+    assert (final.first_step, final.last_step) == (74, 80)
+    for arm, seeds in final.seeds.items():
+        for seed, change in seeds.changes.items():
+            own = table[(table["arm"] == arm) & (table["seed"] == seed) & table["step"].isin([74, 76, 78, 80])]
+            line = stats.linregress(own["step"], own["loss"])
+            assert change == pytest.approx(6 * line.slope)
+            assert seeds.losses[seed] == pytest.approx(own["loss"].mean())
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,18 @@ machine of one whose ``environment.json`` is damaged, is no difference; it is na
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses, first_final_step
 from moelab.analysis.curves import arm_curves
+from moelab.analysis.equivalence import prediction_interval
 from moelab.analysis.side import Side
-from moelab.analysis.verdict import ArmSeeds, Verdict
+from moelab.analysis.verdict import ArmSeeds, OtherAttempt, Verdict
 from moelab.experiment import Experiment
 from moelab.files import finite_or_none
 from moelab.model import shape_for, tokenizer_size
@@ -151,8 +153,13 @@ def judge_sides(
     seeds = {}
     for side in sides:
         known = final.seeds.get(name(side), ArmSeeds.of())
-        diverged, lost = {**side.diverged_seeds, **known.diverged}, {**side.lost_seeds, **known.lost}
-        seeds[name(side)] = ArmSeeds.of(known.losses, diverged, lost)
+        seeds[name(side)] = ArmSeeds.of(
+            known.losses,
+            {**side.diverged_seeds, **known.diverged},
+            {**side.lost_seeds, **known.lost},
+            changes=known.changes,
+            attempts=() if side is first else tuple(_other_attempts(side, first, final, name)),
+        )
     # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
     model = first.experiment
     verdicts = compare_convergence(
@@ -167,6 +174,47 @@ def judge_sides(
         replace(verdict, findings=(*verdict.findings, *caveats(side, first)))
         for verdict, side in zip(verdicts, others, strict=True)
     ]
+
+
+def _other_attempts(
+    side: Side, reference: Side, final: FinalLosses, name: Callable[[Side], str]
+) -> Iterator[OtherAttempt]:
+    """Runs of both sides that are not judged, each held against the other side's run of its seed where both end."""
+    attempts = [
+        (own, other, run, is_replaced)
+        for own, other in ((side, reference), (reference, side))
+        for is_replaced, runs in enumerate([[run for run in own.attempted if run.seed in own.lost_seeds], own.replaced])
+        for run in runs
+    ]
+    if not attempts:
+        return
+
+    def curve(run: Collected) -> pd.Series[float]:
+        rows = merge_segments(run.rows) if final.last_step else run.validation.drop_duplicates("step", keep="last")
+        return rows.set_index("step")["loss"].where(lambda loss: loss.abs() < math.inf).dropna()
+
+    ours, theirs = ({run.seed: curve(run) for run in one.finished} for one in (side, reference))
+    judged = pd.DataFrame({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
+    for own, other, run, is_replaced in attempts:
+        assert run.seed is not None  # of ours, each has one
+        partner = next((curve(one) for one in other.attempted if one.seed == run.seed), None)
+        losses = curve(run)
+        common = losses if partner is None else losses[losses.index.isin(partner.index)]
+        common = (
+            common.loc[first_final_step(int(common.index.max()), final.final_fraction) :] if len(common) else common
+        )
+        differences = math.nan if partner is None else (common - partner).dropna() * (1 if own is side else -1)
+        yield OtherAttempt(
+            arm=name(own),
+            seed=run.seed,
+            end=run.diverged or own.lost_seeds.get(run.seed) or run.status.in_words(),
+            is_replaced=bool(is_replaced),
+            is_finished=run.finished,
+            has_diverged=run.diverged is not None,
+            loss=float(common.mean()),
+            nats=float(np.mean(differences)) if len(common) else math.nan,
+            usual=prediction_interval(judged.reindex(common.index).mean(skipna=False).dropna().tolist()),
+        )
 
 
 def difference(reference: Side, side: Side, *, final_fraction: float = 0.1, **options: Any) -> Difference:

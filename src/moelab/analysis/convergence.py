@@ -14,9 +14,16 @@ import numpy as np
 import pandas as pd
 
 from moelab.analysis.arms import require_names, require_one_run_a_seed
-from moelab.analysis.verdict import ArmSeeds, Verdict, correct_for_arms, judge
+from moelab.analysis.verdict import HELD_OUT, ArmSeeds, Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
+
+BLOW_UP_NATS = 0.5
+"""Above its lowest mean over as many steps, and above what is usual in the arm that rises least: a run that ends there
+diverged, though its loss is finite. A choice."""
+SPIKE_NATS = 1.0
+"""Above the steps before it: such a step is told of. A choice; spikes of half a nat are usual in rapid trainings."""
+_RUN = ["arm", "seed"]  # one of each; a run that is in two sides has two arms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,7 @@ class FinalLosses:
     seeds: Mapping[str, ArmSeeds]  # by arm
     first_step: int = 0  # both are 0 where the losses are of held-out text
     last_step: int = 0
+    final_fraction: float = 0.1  # of the steps
 
     def means(self) -> tuple[dict[str, float], set[int]]:
         """Mean of each arm that has a loss, over the seeds that all of these have, and those seeds.
@@ -57,9 +65,11 @@ def first_final_step(last_step: int, final_fraction: float) -> int:
 
 
 def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLosses:
-    """Mean loss of each run over the last part of training.
+    """Mean loss of each run over the last part of training, at the steps that all arms logged.
 
-    Left out and named are runs that ended early, or have no loss for some of these steps, or one that is not finite.
+    Left out and named are runs that ended early or lack some of these steps. A run diverged if its loss ends or stays
+    not finite, or ends :data:`BLOW_UP_NATS` above where it was. A step at which the loss of a run was not finite, and
+    was again afterwards, counts for no run: the text of a step is the same in all.
 
     Raises:
         BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
@@ -69,32 +79,88 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
+    merged["loss"] = merged["loss"].where(np.isfinite(merged["loss"]))
     last_step = int(merged["step"].max())
     first_step = first_final_step(last_step, final_fraction)
-    run = ["arm", "seed"]  # one of each; a run that is in two sides has two arms
-    runs = merged.groupby(run)["step"].max().reset_index()
     window = merged[merged["step"].between(first_step, last_step)]
-    # Logging every tenth step is no gap: what counts is the steps that any run logged.
-    expected = window["step"].nunique()
-    of_run = window.groupby(run)
-    seen, means = of_run.size().to_dict(), of_run["loss"].mean().to_dict()
-    first_not_finite = window[~np.isfinite(window["loss"])].groupby(run)["step"].first().to_dict()
+    # An arm that logs every tenth step has no gaps: what counts is the steps that most runs of each arm logged.
+    logged = window.groupby(["arm", "step"]).size().unstack(fill_value=0)
+    usual = logged.ge(window.groupby("arm")["seed"].nunique() / 2, axis=0).all()
+    losses_RS = window[window["step"].isin(usual.index[usual])].pivot(index=_RUN, columns="step", values="loss")
+    expected = losses_RS.shape[1]
+    seen = window[window["step"].isin(losses_RS.columns)].groupby(_RUN).size().to_dict()
+    first_not_finite = window[window["loss"].isna()].groupby(_RUN)["step"].first().to_dict()
+    finite = losses_RS.notna()
+    recovers = (finite.iloc[:, -1:].all(axis=1) & (2 * finite.sum(axis=1) >= expected)).to_dict()
+    whole = [key for key in losses_RS.index if recovers[key] and seen[key] == expected]
+    averaged_RS = losses_RS.loc[:, finite.loc[whole].all()]
+    means, changes = averaged_RS.mean(axis=1), _fitted_changes(averaged_RS)
+    blow_ups = _blow_ups(merged[merged.set_index(_RUN).index.isin(whole)], first_step)
     seeds: dict[str, ArmSeeds] = {}
-    for arm, of_arm in runs.groupby("arm"):
+    for arm, of_arm in merged.groupby(_RUN)["step"].max().reset_index().groupby("arm"):
         losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
         for seed, end in of_arm[["seed", "step"]].itertuples(index=False, name=None):
             key = arm, seed
-            logged = seen.get(key, 0)
-            if key in first_not_finite:
+            if key in first_not_finite and not recovers.get(key):
                 diverged[seed] = f"loss is not finite at step {first_not_finite[key]}"
             elif end < last_step:
                 lost[seed] = f"ended at step {end} of {last_step}"
-            elif logged < expected:
-                lost[seed] = f"{expected - logged} of {expected} final steps are not in the log"
+            elif not expected:
+                lost[seed] = "no final step is in the logs of all arms"
+            elif seen.get(key, 0) < expected:
+                lost[seed] = f"{expected - seen.get(key, 0)} of {expected} final steps are not in the log"
+            elif key in blow_ups:
+                diverged[seed] = blow_ups[key]
             else:
                 losses[seed] = means[key]
-        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost)
-    return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step)
+        own_changes = {seed: changes[str(arm), seed] for seed in losses if (str(arm), seed) in changes}
+        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost, changes=own_changes)
+    first = int(averaged_RS.columns[0]) if expected else first_step
+    return FinalLosses(seeds=seeds, first_step=first, last_step=last_step, final_fraction=final_fraction)
+
+
+def recovered_spikes(rows: pd.DataFrame) -> list[int]:
+    """Steps of one run whose loss rose by more than :data:`SPIKE_NATS` and came back.
+
+    It is held against the median of the twenty logged steps before, and the run must end below that again.
+    """
+    logged = rows["loss"].to_numpy(dtype=float)
+    logged = logged[np.isfinite(logged)]
+    # Medians of thousands of runs take seconds, and few have a step so far above any before.
+    if not (logged - np.minimum.accumulate(logged) > SPIKE_NATS).any():
+        return []
+    losses = merge_segments(rows).set_index("step")["loss"].where(np.isfinite).dropna()
+    before = losses.rolling(20, min_periods=1).median().shift()
+    spikes = losses.index[(losses > before + SPIKE_NATS) & (losses.iloc[-1:].sum() < before + SPIKE_NATS)]
+    return [int(step) for step in spikes]
+
+
+def _fitted_changes(losses_RS: pd.DataFrame) -> dict[tuple[str, int], float]:
+    """By arm and seed, how far a straight line through the run's losses goes from the first step to the last."""
+    steps = losses_RS.columns.to_numpy(dtype=float)
+    if len(steps) < 2:
+        return {}
+    centred = steps - steps.mean()
+    slopes = losses_RS.to_numpy() @ centred / (centred @ centred)
+    return dict(zip(losses_RS.index, slopes * (steps[-1] - steps[0]), strict=True))
+
+
+def _blow_ups(merged: pd.DataFrame, first_step: int) -> dict[tuple[str, int], str]:
+    """By arm and seed, the runs that end far above where they were, in words."""
+    smoothed: dict[str, pd.DataFrame] = {}
+    for arm, rows in merged.groupby("arm"):
+        losses = rows.pivot(index="step", columns="seed", values="loss")
+        window = len(losses.loc[first_step:])
+        smoothed[str(arm)] = losses.rolling(window, min_periods=(window + 1) // 2).mean()
+    rises = {arm: means.iloc[-1] - means.min() for arm, means in smoothed.items()}
+    # Text that becomes harder raises the loss of every arm.
+    usual = min((float(rise.median()) for rise in rises.values()), default=0.0)
+    return {
+        (arm, int(seed)): f"loss rose from {means[seed].min():.2f} nats at step {means[seed].idxmin()} to "
+        f"{means[seed].iloc[-1]:.2f} at the end"
+        for arm, means in smoothed.items()
+        for seed in means.columns[rises[arm] > usual + BLOW_UP_NATS]
+    }
 
 
 def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -> list[Verdict]:
@@ -113,7 +179,7 @@ def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -
     """
     first, last = final.first_step, final.last_step
     if not last:
-        options["quantity"] = "held-out loss"
+        options["quantity"] = HELD_OUT
     else:
         quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
         options |= {"quantity": quantity, "steps": (first, last)}

@@ -16,6 +16,9 @@ zero: inside the margin is equivalent (with or without a shift), wholly outside 
   (how far below σ that lies for normal losses is simulated), and a reference seed that lies apart is named.
 * A reference whose seeds scatter widely would let anything pass. So the margin has a cap: 1 % of the reference's loss.
 
+And a reference whose seeds hardly scatter would let nothing pass. So the margin has a floor, which is less than
+rounding alone moves a loss by.
+
 Functions on ``(N, M)`` arrays take N seeds of M independent studies at once, so that the calibration tests exercise the
 code that judges a real study, in which M is 1.
 
@@ -51,6 +54,13 @@ MARGIN_FACTOR = 2.0
 """Of the reference's seed-to-seed standard deviation. A choice."""
 MARGIN_CAP = 0.01
 """Of the reference's mean loss: no derived margin is wider. A choice."""
+MARGIN_FLOOR = 0.001
+"""Of the reference's mean loss: no derived margin is narrower. Twelve pairs of trainings that differ in rounding alone
+(a router weight nudged by one unit in the last place of BF16, or DeepEP's order of sums) are 0.13 to 2.5 % apart in the
+last ten of 50 steps (``benchmarks/results/dispatcher_losses*.json``): a tenth of a percent is below all of them."""
+COPIES_SPREAD = 1e-4
+"""Of the mean loss: seeds that end closer together have no spread. In each of those pairs a step up to the 16th differs
+by more; and two seeds begin with other weights."""
 OUTLIER_ALPHA = 0.01
 """Rate at which normal seeds are said to hold an outlying one: at most this, by Bonferroni over the seeds."""
 POWER = 0.8
@@ -104,6 +114,21 @@ def t_interval(values: Sequence[float]) -> Interval:
     return Interval(low=float(low), high=float(high), level=0.95)
 
 
+def prediction_interval(values: Sequence[float]) -> Interval:
+    """Where one more value of the same normal distribution lies: ``mean ± t(0.975, n − 1) · s · √(1 + 1/n)``.
+
+    Example:
+        >>> interval = prediction_interval([1.0, 2.0, 3.0])
+        >>> round(interval.low, 3), round(interval.high, 3)
+        (-2.968, 6.968)
+    """
+    if len(values) < 2:
+        return Interval(low=NAN, high=NAN, level=0.95)
+    n, mean = len(values), float(np.mean(values))
+    reach = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) * math.sqrt(1.0 + 1.0 / n))
+    return Interval(low=mean - reach, high=mean + reach, level=0.95)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Margin:
     """Equivalence margin, how it was derived, and the spread of the reference."""
@@ -114,6 +139,7 @@ class Margin:
     widest_nats: float  # that the reference's seeds leave room for, below the cap; the margin itself if it was given
     reference_sd: float  # over seeds without the one that widens it most; NaN for fewer than three
     given: bool
+    floor_nats: float = 0.0  # of a derived margin
 
     @property
     def exists(self) -> bool:
@@ -133,7 +159,7 @@ def equivalence_margin(
     margin_nats: float | None = None,
     margin_cap_nats: float | None = None,
 ) -> Margin:
-    """Take the margin as given, or derive it: ``min(MARGIN_FACTOR · lower limit of σ, cap)``.
+    """Take the margin as given, or derive it: ``MARGIN_FACTOR · lower limit of σ``, between its floor and its cap.
 
     Args:
         reference_losses: Finite loss of the reference by seed, nats per token.
@@ -157,38 +183,41 @@ def equivalence_margin(
     values = list(reference_losses.values())
     # A seed at 8 nats would raise the cap of 1 % as it would raise the spread.
     usual = [loss for seed, loss in reference_losses.items() if seed not in outlying]
-    cap = MARGIN_CAP * abs(float(np.mean(usual))) if usual else NAN
+    mean = abs(float(np.mean(usual))) if usual else NAN
+    floor, cap = MARGIN_FLOOR * mean, MARGIN_CAP * mean
     cap_words = f"1 % of the mean loss of {arm_label(reference)}"
     if margin_cap_nats is not None:
         cap, cap_words = margin_cap_nats, "given"
     n = f"n = {seeds_words(len(values))}"
-    # The standard deviation of identical losses is a rounding error above 0, which is no spread.
-    sd = float(trimmed_sd(values)[0]) if len(values) >= MIN_SEEDS and np.ptp(values) > 0 else NAN
+    has_spread = len(values) >= MIN_SEEDS and float(np.ptp(values)) > COPIES_SPREAD * mean
+    sd = float(trimmed_sd(values)[0]) if has_spread else NAN
     if margin_nats is not None:
         wider = f"; wider than {cap_words}, {cap:.4f}" if margin_cap_nats is None and margin_nats > cap else ""
         nats, widest, source = margin_nats, margin_nats, f"given{wider}"
-    elif not sd > 0.0:
+    elif not has_spread:
         nats, widest = NAN, cap
         source = f"none: {arm_label(reference)} has no seed-to-seed spread to derive it from ({n})"
     else:
         limit = float(lower_sd_limit(values, alpha=ALPHA / 2.0)[0])
-        nats = min(MARGIN_FACTOR * limit, cap)
         dof = len(values) - 1
         upper = float(np.std(values, ddof=1)) * math.sqrt(dof / stats.chi2.ppf(ALPHA / 2.0, dof))
-        widest = min(MARGIN_FACTOR * upper, cap)
+        nats, widest = (min(max(MARGIN_FACTOR * sd_limit, floor), cap) for sd_limit in (limit, upper))
         source = (
             f"{MARGIN_FACTOR:g} × {limit:.4f}, the lower {100 * (1 - ALPHA / 2):g} % confidence limit of the "
             f"seed-to-seed standard deviation of {arm_label(reference)} (estimate {sd:.4f} without the seed that "
             f"widens it most, {n})"
         )
-        if nats < MARGIN_FACTOR * limit:
-            source = (
-                f"its cap, {cap:.4f} ({cap_words}); the seeds alone would give {MARGIN_FACTOR * limit:.4f}: {source}"
-            )
+        alone = f"the seeds alone would give {MARGIN_FACTOR * limit:.4f}: {source}"
+        if nats == cap:
+            source = f"its cap, {cap:.4f} ({cap_words}); {alone}"
+        elif nats == floor:
+            source = f"its floor, {floor:.4f} (0.1 % of the mean loss, less than rounding alone moves it by); {alone}"
         else:
             source += f"; below its cap, {cap:.4f} ({cap_words})"
     given = margin_nats is not None
-    return Margin(nats=nats, cap_nats=cap, source=source, widest_nats=widest, reference_sd=sd, given=given)
+    return Margin(
+        nats=nats, floor_nats=floor, cap_nats=cap, source=source, widest_nats=widest, reference_sd=sd, given=given
+    )
 
 
 def trimmed_sd(values_NM: ArrayLike) -> Array:
@@ -322,8 +351,8 @@ def equivalence_power(n_seeds: int, *, sd_difference: ArrayLike, reference_sd: A
         spreads = _trimmed_sd_of_normals(n_seeds)
         limit_R = np.quantile(spreads, at_Q) / np.quantile(spreads, 1.0 - ALPHA / 2.0)
         derived_SR = MARGIN_FACTOR * np.atleast_1d(reference_sd)[:, None] * limit_R
-        capped_SR = np.minimum(derived_SR, margin.cap_nats)
-        room_SRQ = (capped_SR / standard_error_S[:, None])[:, :, None] - reach_Q
+        margin_SR = np.minimum(np.maximum(derived_SR, margin.floor_nats), margin.cap_nats)
+        room_SRQ = (margin_SR / standard_error_S[:, None])[:, :, None] - reach_Q
     power: Array = (2.0 * stats.norm.cdf(np.clip(room_SRQ, 0.0, None)) - 1.0).mean(axis=(1, 2))
     return power
 

@@ -38,6 +38,7 @@ class Side:
     experiment: Experiment | None = None  # of one of its runs; None from elsewhere
     diverged_seeds: Mapping[int, str] = field(default_factory=dict)  # with the reason
     lost_seeds: Mapping[int, str] = field(default_factory=dict)  # that it should have and has no loss of otherwise
+    replaced: tuple[Collected, ...] = ()  # attempts at its seeds that are not judged, as others are
 
     @property
     def finished(self) -> list[Collected]:

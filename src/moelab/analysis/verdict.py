@@ -8,8 +8,10 @@ The statistics are in :mod:`moelab.analysis.equivalence`; here the answers are t
 * An arm that has **not learnt** yet is as good as any other: *not trained enough*.
 * A reference seed that lies **apart** from its others is named, and nothing is decided until it is dropped by name.
 
-Then the interval of the mean paired difference is held against the margin and against zero. A seed that was lost to a
-machine is left out by name; that it was lost for reasons unrelated to its numbers is an assumption, and said.
+Then the interval of the mean paired difference is held against the margin and against zero. An equivalence does not
+stand against what these means do not show: a difference that still **changes**, a seed that was **lost** far from where
+the judged ones were, a run that was **replaced** by another with another loss. A lost seed whose log shows nothing of
+the kind is left out by name.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ from moelab.analysis.equivalence import (
     outlying_seeds,
     paired_tests,
     seeds_needed,
+    t_interval,
 )
 from moelab.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
 tokens give in the first steps, whatever the arm."""
+HELD_OUT = "held-out loss"
 
 
 class Answer(StrEnum):
@@ -60,12 +64,29 @@ class Doubtful(str):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OtherAttempt:
+    """A run that is not judged, held against the other arm's run of its seed where both logs end."""
+
+    arm: str  # that it is of: the judged one, or the reference
+    seed: int
+    end: str  # how it ended, in words
+    is_replaced: bool  # by another run of the same arm and seed
+    is_finished: bool
+    has_diverged: bool
+    loss: float  # over the last steps that both logged; NaN of none
+    nats: float  # the arm's − the reference's, there; NaN without a partner
+    usual: Interval  # of that difference in one more seed, by the judged ones at the same steps
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArmSeeds:
     """What became of each seed of one arm: a finite loss in nats per token, a divergence, or nothing, and why."""
 
     losses: Mapping[int, float]
     diverged: Mapping[int, str]
     lost: Mapping[int, str]
+    changes: Mapping[int, float]  # of a loss within the steps that it is a mean of, by a straight line
+    attempts: tuple[OtherAttempt, ...] = ()  # that are not judged, also those of the reference
 
     @classmethod
     def of(
@@ -73,6 +94,9 @@ class ArmSeeds:
         losses: Mapping[int, float] = MappingProxyType({}),
         diverged: Mapping[int, str] = MappingProxyType({}),
         lost: Mapping[int, str] = MappingProxyType({}),
+        *,
+        changes: Mapping[int, float] = MappingProxyType({}),
+        attempts: tuple[OtherAttempt, ...] = (),
     ) -> ArmSeeds:
         """Each seed once: a finite loss counts, whatever became of another attempt, and then a divergence."""
         # A table's numbers are numpy's, which JSON does not know.
@@ -80,7 +104,7 @@ class ArmSeeds:
         failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
         failed |= {int(seed): reason for seed, reason in diverged.items() if seed not in finite}
         gone = {int(seed): reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
-        return cls(losses=finite, diverged=failed, lost=gone)
+        return cls(losses=finite, diverged=failed, lost=gone, changes=changes, attempts=attempts)
 
     @property
     def known(self) -> set[int]:
@@ -127,7 +151,8 @@ class Verdict:
     outlying_seeds: tuple[int, ...]  # of the reference
     dropped_seeds: tuple[int, ...]
     decided_by: str = ""  # the sentence that decided where no interval did
-    findings: tuple[str, ...] = ()  # sentences that qualify the answer
+    cautions: tuple[str, ...] = ()  # sentences that qualify the answer, and that no short form of it leaves out
+    findings: tuple[str, ...] = ()  # sentences that qualify it too
     excluded: tuple[str, ...]  # each run left out, and why
     settled_by: str = ""  # what would turn insufficient data into an answer
     seeds_needed: tuple[int | None, int | None] | None = None
@@ -137,6 +162,22 @@ class Verdict:
     def n_seeds(self) -> int:
         """Number of seeds that both arms have."""
         return len(self.seeds)
+
+    @property
+    def unpaired_nats(self) -> float:
+        """Difference of the means over all seeds of each arm; NaN if one of the two has none."""
+        both = [[*losses.values()] for losses in (self.arm_losses, self.reference_losses)]
+        return float(np.mean(both[0]) - np.mean(both[1])) if all(both) else NAN
+
+    @property
+    def unpaired_words(self) -> str:
+        """That no seed is common to both, and how far their means are apart."""
+        arm, reference, shared = contrast(self.arm, self.reference)
+        words = f"{arm} and {reference}{f' (both {shared})' if shared else ''} have no finished seed in common"
+        if not math.isfinite(self.unpaired_nats):
+            return words
+        counts = f"{len(self.arm_losses)} against {seeds_words(len(self.reference_losses))}"
+        return f"{words}; unpaired, the mean of {counts} differs by {self.unpaired_nats:+.4f} nats in {self.quantity}"
 
     @property
     def excludes_zero(self) -> bool:
@@ -158,7 +199,7 @@ class Verdict:
         arm, reference, shared = contrast(self.arm, self.reference)
         both = f" (both {shared})" if shared else ""
         if not self.seeds:
-            numbers = f"{arm} and {reference}{both} have no finished seed in common"
+            numbers = self.unpaired_words
         else:
             margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
             is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
@@ -172,7 +213,7 @@ class Verdict:
             parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
         else:
             parts = [f"{numbers}: {self.answer_words}."]
-        return " ".join([*parts, *self.findings, self.settled_by]).strip()
+        return " ".join([*parts, *self.cautions, *self.findings, self.settled_by]).strip()
 
     def to_json(self) -> dict[str, Any]:
         """The verdict for a program; what is missing is null."""
@@ -238,6 +279,7 @@ def judge(
         'equivalent'
     """
     dropped = tuple(sorted((ours.known | theirs.known) & {*dropped_seeds}))  # others are of another arm
+    ours = replace(ours, attempts=tuple(one for one in ours.attempts if one.seed not in dropped))
     kept, base = ours.without(dropped), theirs.without(dropped)
     # Also of seeds without a partner: they are as much of the reference as the others.
     margin = equivalence_margin(base, reference=reference, **margin_options)
@@ -284,16 +326,25 @@ def judge(
         ),
         steps=steps,
     )
+    doubts = [*_doubts(verdict, ours, theirs, margin)]
+    against = [words for contradicts, words in doubts if contradicts and answer is Answer.EQUIVALENT]
     # What comes first decides, and the rest is told beside it; the interval comes last.
-    first, *others = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats), (verdict.answer, "")]
-    findings = [words[0].upper() + words[1:] for _, words in others if words]
+    before = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats)]
+    first = [*before, *((Answer.INSUFFICIENT, words) for words in against), (answer, "")][0]
+    findings = [_capitalised(words) for _, words in before[1:]]
     if answer is Answer.DIFFERENT and margin.exists and abs(verdict.mean_difference_nats) < margin.widest_nats:
         findings.append(
             f"The margin is narrow for want of seeds: {seeds_words(len(base))} of the reference leave room for one of "
             f"up to ±{margin.widest_nats:.4f}, which would hold this difference."
         )
-    findings += _to_be_known(verdict, ours, theirs, lr_warmup_steps)
-    verdict = replace(verdict, answer=first[0], decided_by=first[1], findings=tuple(findings))
+    findings += _to_be_known(verdict, ours, theirs, margin, lr_warmup_steps)
+    verdict = replace(
+        verdict,
+        answer=first[0],
+        decided_by=first[1],
+        cautions=tuple(_capitalised(words) for _, words in doubts if words != first[1]),
+        findings=tuple(findings),
+    )
     return _settled_by(verdict, margin) if first == (Answer.INSUFFICIENT, "") else verdict
 
 
@@ -362,26 +413,129 @@ def _before_any_interval(
         )
 
 
-def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_steps: int) -> Iterator[str]:
+def _doubts(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin) -> Iterator[tuple[bool, str]]:
+    """What the interval does not show, each with whether it speaks against an equivalence."""
+    bound = margin.nats if margin.exists else margin.cap_nats
+    yield from ((False, words) for words in _of_one_run(verdict, margin))
+    yield from _trend(verdict, ours, theirs, smallest=min(margin.floor_nats, bound), bound=bound)
+    yield from _replaced(verdict, ours.attempts, bound)
+    yield from ((True, words) for words in _lost_apart(verdict, ours.attempts, bound))
+
+
+def _of_one_run(verdict: Verdict, margin: Margin) -> Iterator[str]:
+    """Seeds that end as near to each other as one run to itself."""
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    arms = {arm: verdict.arm_losses, reference: verdict.reference_losses}
+    # A held-out loss is logged to four decimals, which two seeds may well share.
+    for name, losses in arms.items() if verdict.quantity != HELD_OUT else ():
+        runs = {loss: [seed for seed in losses if losses[seed] == loss] for loss in losses.values()}
+        for same in [seeds for seeds in runs.values() if len(seeds) > 1]:
+            yield (
+                f"{seed_names(same)} of {name} end at the same loss to the last digit: they may be one run that counts "
+                "twice, or the seed had no effect."
+            )
+    spreads = {name: float(np.ptp([*one.values()])) for name, one in arms.items() if len(one) >= MIN_SEEDS}
+    near = [f"those of {name} within {nats:.5f} nats" for name, nats in spreads.items() if 0 < nats < margin.floor_nats]
+    if near:
+        yield (
+            f"the seeds end closer together than rounding alone moves a loss ({margin.floor_nats:.4f} nats), "
+            f"{' and '.join(near)}: they may be one run that counts several times."
+        )
+
+
+def _trend(
+    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, *, smallest: float, bound: float
+) -> Iterator[tuple[bool, str]]:
+    """A difference that changes within the steps that it is a mean of, by a t interval over seeds."""
+    if not {*verdict.seeds} <= ours.changes.keys() & theirs.changes.keys():
+        return
+    # The line through a difference is the difference of the lines.
+    change = t_interval([ours.changes[seed] - theirs.changes[seed] for seed in verdict.seeds])
+    by, mean = (change.low + change.high) / 2.0, verdict.mean_difference_nats
+    if not change.exists or change.low <= 0.0 <= change.high or abs(by) < smallest:
+        return
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    start, end = mean - by / 2.0, mean + by / 2.0
+    verb = "drifts through zero" if start * end < 0 else "still shrinks" if abs(end) < abs(start) else "still grows"
+    steps = "these steps" if verdict.steps is None else f"steps {verdict.steps[0]} to {verdict.steps[1]}"
+    nats = f"from {start:+.4f} to {end:+.4f} nats"
+    # As many steps before or after these, by the same line, the mean would be beyond the bound.
+    leaves = abs(mean) + abs(by) > bound
+    yield leaves, f"the difference of {arm} from {reference} {verb}: within {steps} it goes {nats}."
+
+
+def _replaced(verdict: Verdict, attempts: Iterable[OtherAttempt], bound: float) -> Iterator[tuple[bool, str]]:
+    """Runs that finished or diverged, and of whose seed a later run is judged."""
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    for side, name, against in (
+        (verdict.arm, arm, f"from {reference}"),
+        (verdict.reference, reference, f"from there to {arm}"),
+    ):
+        own = [one for one in attempts if one.is_replaced and one.arm == side]
+        if diverged := {one.seed: one.end for one in own if one.has_diverged}:
+            words = _were_replaced(len(diverged), f"of {name} that diverged")
+            yield True, f"{words} ({'; '.join(_reasons(diverged, diverged))})."
+        if finished := [one for one in own if one.is_finished and not one.has_diverged]:
+            # Those that lie farthest are named.
+            finished.sort(key=lambda one: (-abs(one.nats) if math.isfinite(one.nats) else 0.0, one.seed))
+            ends = [
+                f"seed {one.seed} at {one.loss:.4f} nats" + f", {one.nats:+.4f} {against}" * math.isfinite(one.nats)
+                for one in finished
+            ]
+            ends[3:] = [f"and {len(ends) - 3} more"] if len(ends) > 3 else []
+            words = _were_replaced(len(finished), f"of {name} that had finished")
+            yield any(_stands_apart(one, bound) for one in finished), f"{words} ({'; '.join(ends)})."
+
+
+def _lost_apart(verdict: Verdict, attempts: Iterable[OtherAttempt], bound: float) -> Iterator[str]:
+    """Runs that did not finish, and whose log ends with another difference than the judged seeds have there."""
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    apart = [one for one in attempts if not (one.is_finished or one.has_diverged) and _stands_apart(one, bound)]
+    if not apart:
+        return
+    ends = sorted(one.nats for one in apart)
+    nats = " to ".join(dict.fromkeys(f"{end:+.4f}" for end in (ends[0], ends[-1])))
+    reasons = list[str]()
+    for side, name in ((verdict.arm, arm), (verdict.reference, reference)):
+        own = {one.seed: one.end for one in apart if one.arm == side}
+        reasons += [f"{name}, {words}" for words in _reasons(own, own)]
+    logs = "the log of a lost run ends" if len(apart) == 1 else "the logs of lost runs end"
+    yield f"{arm} was {nats} nats from {reference} where {logs} ({'; '.join(reasons)})."
+
+
+def _were_replaced(n: int, which: str) -> str:
+    return f"1 run {which} was replaced by another" if n == 1 else f"{n} runs {which} were replaced by others"
+
+
+def _stands_apart(one: OtherAttempt, bound: float) -> bool:
+    """Whether a run that is not judged says something else than the judged ones; NaN does not."""
+    return abs(one.nats) > bound and not one.usual.low <= one.nats <= one.usual.high
+
+
+def _to_be_known(
+    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin, lr_warmup_steps: int
+) -> Iterator[str]:
     """What qualifies an answer and decides nothing."""
     arm, reference, _ = contrast(verdict.arm, verdict.reference)
     # Of the arm it decides nothing: a seed that goes astray in it alone may be what the arm does.
     for seed in outlying_seeds(verdict.arm_losses):
         yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
-    for name, losses in ((arm, verdict.arm_losses), (reference, verdict.reference_losses)):
-        runs = {loss: [seed for seed in losses if losses[seed] == loss] for loss in losses.values()}
-        for same in [seeds for seeds in runs.values() if len(seeds) > 1]:
-            yield (
-                f"{seed_names(same).capitalize()} of {name} end at the same loss to the last digit: they may be one "
-                "run that counts twice, or the seed had no effect."
-            )
     if both := ours.diverged.keys() & theirs.diverged.keys():  # it says something of the seed, not of the arm
         yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
-    # Doubtful ones have decided already, and are not assumed to be unrelated.
-    sides = ((arm, ours), (reference, theirs))
-    lost = [f"{name}, {w}" for name, one in sides for w in _reasons(one.lost.keys() - set(one.doubtful), one.lost)]
-    if lost:
-        yield f"Left out: {'; '.join(lost)}; assumed to be unrelated to the loss."
+    # Doubtful seeds have decided, and so has one whose log is apart from the judged ones.
+    bound = margin.nats if margin.exists else margin.cap_nats
+    logs = {(one.arm, one.seed): one for one in ours.attempts if not one.is_replaced and math.isfinite(one.nats)}
+    unknown, alike = list[str](), list[str]()
+    for side, name, seeds in ((verdict.arm, arm, ours), (verdict.reference, reference, theirs)):
+        gone = seeds.lost.keys() - {*seeds.doubtful}
+        logged = {seed for seed in gone if (side, seed) in logs}
+        unknown += [f"{name}, {words}" for words in _reasons(gone - logged, seeds.lost)]
+        near = [seed for seed in logged if not _stands_apart(logs[side, seed], bound)]
+        alike += [f"{name}, {words}" for words in _reasons(near, seeds.lost)]
+    if unknown:
+        yield f"Left out: {'; '.join(unknown)}; assumed to be unrelated to the loss."
+    if alike:
+        yield f"Left out: {'; '.join(alike)}; where these logs end, the difference was as usual."
     if verdict.dropped_seeds:
         yield f"Dropped from all arms as requested: {seed_names(verdict.dropped_seeds)}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
@@ -389,6 +543,10 @@ def _to_be_known(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, lr_warmup_s
             f"Training ended inside its warm-up (step {verdict.steps[1]:,} of {lr_warmup_steps:,}): the learning rate "
             "was still rising."
         )
+
+
+def _capitalised(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
 
 
 def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> list[str]:

@@ -141,7 +141,7 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
         summary=judged.summary,
         settings=settings_table(judged),
         same_settings=same_settings(judged),
-        verdicts=judged.verdicts if judged.study is None else [*judged.verdicts, *judged.held_out],
+        verdicts=[*judged.verdicts, *judged.held_out],
         figures=report_figures(judged),
         tables=report_tables(judged),
         provenance=provenance(judged, with_paths=with_paths),

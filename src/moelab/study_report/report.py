@@ -8,7 +8,7 @@ nobody recorded of a log from elsewhere is missing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +31,11 @@ from moelab.analysis.compare_runs import (
     mixed_facts,
     speed_differences,
 )
-from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
+from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step, recovered_spikes
+from moelab.analysis.equivalence import MIN_SEEDS
 from moelab.analysis.side import Side, median
 from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, over
-from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, correct_for_arms
+from moelab.analysis.verdict import HELD_OUT, Answer, ArmSeeds, Verdict, correct_for_arms
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment import NUMBERS_ONLY, Precision
 from moelab.experiment_file import Study
@@ -137,12 +138,19 @@ class Report:
 
     @cached_property
     def held_out(self) -> list[Verdict]:
-        """Convergence of every other arm, on the loss of text that no run trained on."""
+        """Convergence of the other sides that are judged, on the loss of text that no run trained on."""
+        if self.study is not None:
+            return self._held_out(self.sides, lambda side: side.arm)
+        judged = [side for side, one in zip(self.others, self.differences, strict=True) if one.judged is not None]
+        pairs = [self._held_out((self.reference, side), lambda side: side.label) for side in judged]
+        return correct_for_arms([verdict for pair in pairs for verdict in pair])
+
+    def _held_out(self, sides: Sequence[Side], name: Callable[[Side], str]) -> list[Verdict]:
         seeds: dict[str, ArmSeeds] = {}
-        last_steps = [int(run.validation["step"].iloc[-1]) for run in self.finished if len(run.validation)]
+        runs = [run for side in sides for run in side.finished if len(run.validation)]
         # The step that most validated last: one run alone, cut off or longer, does not decide for the others.
-        step = mode(last_steps) if last_steps else 0
-        for side in self.sides:
+        step = mode(int(run.validation["step"].iloc[-1]) for run in runs) if runs else 0
+        for side in sides:
             losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
             for run in side.finished:
                 of_step = run.validation.loc[run.validation["step"] == step, "loss"]
@@ -156,14 +164,14 @@ class Report:
                     lost[seed] = f"no held-out loss was logged at step {step}"
             # Arms that never validated are left out: they have nothing to hold against the others.
             if losses or diverged or side.diverged_seeds:
-                seeds[side.arm] = ArmSeeds.of(losses, diverged, lost)
+                seeds[name(side)] = ArmSeeds.of(losses, diverged, lost)
         # An arm that diverged with every seed is judged on its training loss; it has no held-out one to add.
-        arms = [side for side in self.others if side.finished and side.arm in seeds]
-        if not any(one.losses for one in seeds.values()) or self.reference.arm not in seeds or not arms:
+        first, *others = sides
+        judged = [side for side in others if side.finished and name(side) in seeds]
+        if not any(one.losses for one in seeds.values()) or name(first) not in seeds or not judged:
             return []
-        return judge_sides(
-            FinalLosses(seeds=seeds), [self.reference, *arms], name=lambda side: side.arm, **self._margins
-        )
+        final = FinalLosses(seeds=seeds, final_fraction=self.final_fraction)
+        return judge_sides(final, [first, *judged], name=name, **self._margins)
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -343,7 +351,7 @@ class Report:
                 f"{side.name_of(run)}: {words}"
                 for side in self.sides
                 for run in side.attempted
-                for words in (*run.damaged, *run.notes)
+                for words in (*run.damaged, *run.notes, *_spike_words(run))
             ),
             *self.traced[1],
             *self.discovery_notes,
@@ -384,7 +392,9 @@ class Report:
         if emulated := [side for side in self.sides if side.emulated]:
             findings.append(f"not measured for {_names(emulated)}: emulated kernels are slower than real ones")
         findings += [f"not measured for {_names(on_cpu)}: {words}"] if on_cpu else []
-        return _joined(findings)
+        words = _joined(findings)
+        # A label that comes first keeps its own case.
+        return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words
 
     def _unclaimed(self, label: str) -> str:
         return f"no gain of {over(label, self.reference.label)} is claimed: {self.no_gain[label]}"
@@ -412,23 +422,34 @@ class Report:
         if self.study is not None and not self.verdicts:
             which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
             return f"Not known: {which} finished."
-        by_answer: dict[str, list[str]] = {}  # arms of one answer share its word
-        for verdict in self.verdicts:
-            by_answer.setdefault(_ANSWERS[verdict.answer], []).append(_loss_words(verdict))
-        answers = [f"{answer}: {_joined(words)}" for answer, words in by_answer.items()]
-        single = [one for one in self.differences if one.judged is None] if self.study is None else []
+        held_out = {verdict.arm: verdict for verdict in self.held_out}
+        verdicts = {verdict.arm: verdict for verdict in self.verdicts}
+        openings = {
+            side.label: _Opening.of(verdicts[key], held_out.get(key), self._at_equal_settings(side))
+            for side in self.others
+            for key in (side.arm, side.label)
+            if key in verdicts
+        }
+        single = [one.ends() for one in self.differences if one.judged is None] if self.study is None else []
+        findings = [*openings.values(), *(_Opening(severity=1, word=_NOT_DECIDED, words=words) for words in single)]
+        by_word: dict[str, list[str]] = {}  # arms of one answer share its word; the worst answer comes first
+        for one in sorted(findings, key=lambda one: one.severity, reverse=True):
+            by_word.setdefault(one.word, []).append(one.words)
+        answers = [f"{word}: {_joined(words)}" for word, words in by_word.items()]
         if single:
-            answers.append(f"Not decided: {_joined([one.ends() for one in single])}")
             answers.append("A single run cannot show what another seed would change.")
-        # A yes is of the arms alone only where all else is the same.
-        judged = {verdict.arm for verdict in self.verdicts}
-        sides = [side for side in self.others if {side.arm, side.label} & judged]
         answers += [
-            words if len(sides) == 1 else f"{side.label}: {words}"
-            for side in sides
-            for words in caveats(side, self.reference)
+            words if len(openings) == 1 else f"{side.label}: {words}"
+            for side in self.others
+            if side.label in openings
+            for words in (*openings[side.label].cautions, *caveats(side, self.reference))
         ]
         return " ".join(answers)
+
+    def _at_equal_settings(self, side: Side) -> bool:
+        """Whether a side differs from the first in nothing but what makes it an arm, as far as is known."""
+        own, first = side.experiment, self.reference.experiment
+        return own is None or first is None or not differing_settings(own, first)
 
     @property
     def _on_what(self) -> str:
@@ -452,6 +473,7 @@ class Report:
     def as_text(self) -> str:
         """The findings as sentences: the three of the summary, then each with its numbers."""
         opening = [f"{question} {answer}" for question, answer in self.summary.items()]
+        held_out = [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
         if self.study is not None:
             finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
             judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
@@ -459,13 +481,13 @@ class Report:
             lines = [f"{finished} of {attempts} runs finished{judged}"]
             lines += [verdict.sentence() for verdict in self.verdicts]
             lines += [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.arm} finished"]
-            lines += [f"Held-out text: {verdict.sentence()}" for verdict in self.held_out]
+            lines += held_out
             # The table says tokens/s per GPU of every source; on a CPU that is a rank.
             lines += [arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput]
             lines += [one.sentence() for one in self.gains]
         else:
             lines = [f"{side.label}: {side.in_words()}" for side in self.sides]
-            lines += [one.sentence() for one in self.differences]
+            lines += [*(one.sentence() for one in self.differences), *held_out]
             for name, values in differing_values(self.sides).items():
                 lines.append(f"{name} differs: {', '.join(value or '–' for value in values)}")
         return "\n".join([*opening, *lines, *(f"Note: {note}" for note in self.notes)])
@@ -485,6 +507,7 @@ class Report:
                 "runs": runs,
                 "sides": [side.to_json(final_fraction=self.final_fraction) for side in self.sides],
                 "differences": [one.to_json() for one in self.differences],
+                "held_out": [one.to_json() for one in self.held_out],
                 "differing_settings": differing_values(self.sides),
                 "note": note,
             }
@@ -622,6 +645,12 @@ _ASKED = {
 """Settings in the summary's last sentence, in words; those without are said in another way."""
 
 
+def _spike_words(run: Collected) -> list[str]:
+    steps = [f"{step:,}" for step in recovered_spikes(run.rows)]
+    steps[5:] = [f"{len(steps) - 5} more"] if len(steps) > 5 else []
+    return [f"the loss had a spike at step {', '.join(steps)}, from which it recovered"] if steps else []
+
+
 def span_of(values: Iterable[int]) -> str:
     """The smallest and the largest of whole numbers, or the only one."""
     known = list(values)
@@ -631,27 +660,58 @@ def span_of(values: Iterable[int]) -> str:
 def _joined(findings: Sequence[str]) -> str:
     """A few findings as one sentence; of more than four, how many follow."""
     shown = [*findings[:4], *([f"and {len(findings) - 4} more below"] if len(findings) > 4 else [])]
-    words = f"{'; '.join(shown)}."
-    # A label that comes first keeps its own case.
-    return f"{words[0].upper()}{words[1:]}" if words.startswith(("no ", "not ")) else words
+    return f"{'; '.join(shown)}."
 
 
-_ANSWERS = {Answer.EQUIVALENT: "Yes", Answer.DIFFERENT: "No"} | dict.fromkeys(
-    (Answer.INSUFFICIENT, Answer.NOT_TRAINED), "Not decided"
-)
+_NOT_DECIDED = "Not decided"
+_WORDS = {Answer.EQUIVALENT: "Yes", Answer.DIFFERENT: "No"}
+_SEVERITY = {Answer.EQUIVALENT: 0, Answer.INSUFFICIENT: 1, Answer.NOT_TRAINED: 1, Answer.DIFFERENT: 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opening:
+    """What a report opens with of one arm's loss: the worst of what was judged."""
+
+    severity: int
+    word: str  # Yes, No or Not decided, and on what condition
+    words: str
+    cautions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, training: Verdict, held_out: Verdict | None, is_at_equal_settings: bool) -> _Opening:
+        """That of a verdict on the training loss and one on the held-out loss."""
+        worst, other = training, held_out
+        if held_out is not None and _SEVERITY[held_out.answer] > _SEVERITY[training.answer]:
+            worst, other = held_out, training
+        severity, word, words = _SEVERITY[worst.answer], _WORDS.get(worst.answer, _NOT_DECIDED), _loss_words(worst)
+        if other is not None and other.seeds:
+            loss, nats = "training loss" if other is training else HELD_OUT, f"{other.mean_difference_nats:+.4f}"
+            answer = "equivalent" if other.answer is Answer.EQUIVALENT else "not decided"
+            is_better = _SEVERITY[other.answer] < severity
+            words += f", though its {loss} is {answer} ({nats} nats)" if is_better else f", and {nats} in {loss}"
+        if worst.answer is Answer.EQUIVALENT and not is_at_equal_settings:
+            # A yes is of the arms alone only where all else is the same.
+            severity, word, words = 1, _NOT_DECIDED, f"{words}: equivalent, but not at equal settings"
+        elif word != _NOT_DECIDED and not worst.decided_by and worst.n_seeds == MIN_SEEDS:
+            word += ", as a study of three seeds suggests"
+        elif worst.answer is Answer.EQUIVALENT and worst.cautions:
+            word += ", with a caution"
+        cautions = dict.fromkeys((*worst.cautions, *training.cautions))
+        return cls(severity=severity, word=word, words=words, cautions=tuple(cautions))
 
 
 def _loss_words(verdict: Verdict) -> str:
     """A verdict in a line: its numbers, and what decided where they did not."""
+    where = f" in {HELD_OUT}" if verdict.quantity == HELD_OUT else ""
     if verdict.decided_by:
-        return f"{verdict.answer}: {verdict.decided_by.removesuffix('.')}"
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+        return f"{verdict.answer}{where}: {verdict.decided_by.removesuffix('.')}"
     if not verdict.seeds:
-        return f"{arm} and {reference} have no finished seed in common"
+        return verdict.unpaired_words
+    arm, reference, _ = contrast(verdict.arm, verdict.reference)
     words = [*([verdict.interval.words()] if verdict.interval.exists else []), seeds_words(verdict.n_seeds)]
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []  # NaN, of no margin, is not
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
-    return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference} ({', '.join(words)}){answer}"
+    return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{where} ({', '.join(words)}){answer}"
 
 
 def _names(sides: Sequence[Side]) -> str:

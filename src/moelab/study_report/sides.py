@@ -146,6 +146,11 @@ def sides_of_study(
                 experiment=attempted[-1].experiment,
                 diverged_seeds=diverged,
                 lost_seeds=lost,
+                replaced=tuple(
+                    one.collected
+                    for one in not_judged
+                    if one.arm == arm and one.collected is not None and one.reason.startswith(ANOTHER_ATTEMPT)
+                ),
             )
         )
     return sides, not_judged
