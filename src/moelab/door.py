@@ -412,13 +412,24 @@ class Planned(Answer):
         return memory_bars(one.memory, one.verdict.layout, gpu_of(one.experiment.hardware))
 
     def _parts(self) -> Iterator[str | TableView | Folded]:
+        from moelab.planning.plan import layout_words
+
+        one_arm = len(self.plans) == 1
+        yield self._text.partition("\n")[0] if one_arm else f"{len(self.plans)} arms"
         frame = self.frame()
-        yield self._text.partition("\n")[0] if len(self.plans) == 1 else f"{len(self.plans)} arms"
-        shown = frame.assign(legal=frame["legal"].map(_yes_no), fits=frame["fits"].map(_yes_no))
-        yield _table(shown, decimals=dict.fromkeys(("memory_gib", "total_gib", "capacity_gib"), 1))
+        yield _table(
+            frame[["arm"]].assign(
+                legal=frame["legal"].map(_yes_no),
+                fits=frame["fits"].map(_yes_no),
+                **{"needs (GiB)": frame["total_gib"], "of (GiB)": frame["capacity_gib"]},
+                layout=[layout_words(one.experiment) for one in self.plans],
+            ),
+            decimals={"needs (GiB)": 1, "of (GiB)": 1},
+        )
         for one in self.plans:
-            prefix = f"{one.experiment.arm}: " if len(self.plans) > 1 else ""
-            yield from (f"{prefix}{words}" for words in (*one.verdict.reasons, *one.notes))
+            prefix = "" if one_arm else f"{one.experiment.arm}: "
+            yield from (f"{prefix}{reason}" for reason in one.verdict.reasons)
+        yield from dict.fromkeys(note for one in self.plans for note in one.notes if "memory" in note)
         yield _folded("The plan in full", self._text)
 
 
@@ -898,35 +909,48 @@ def explain(
     if not paths:
         raise BadInput("give a trace (.json, .json.gz), several ranks' traces of one step, their folder, or a run")
     found = [_in_runs(path) for path in paths]
-    experiment = _traced(found[0], against, arm, fields)  # before a file of gigabytes is read
-    if experiment is None and (fit or calibration):
+    arms = _ran(found[0], against, arm, fields)  # before a file of gigabytes is read
+    if not arms and (fit or calibration):
         raise BadInput("--fit and --calibration need the experiment that ran: give its YAML with --against")
     explained = explain_traces(found, rank=rank, step=step)
-    if experiment is None:
+    if not arms:
         return Explained(step=explained)
     try:
-        return _compared(explained, experiment, calibration, fit)
+        experiment = _traced(explained, arms)
+        told = f"compared with {experiment.arm}, which quantises and exchanges as the trace does"
+        answer = _compared(explained, experiment, calibration, fit)
+        return replace(answer, asides=(told,) if len(arms) > 1 else ())
     except MoelabError as error:
         if against is not None:
             raise
         return Explained(step=explained, not_compared=f"not compared with the run's own prediction: {error}")
 
 
-def _traced(path: Path, against: Source | None, arm: str | None, fields: Mapping[str, Any]) -> Experiment | None:
-    """What ran: as it is named, or by the run that holds the trace; None if neither is there."""
+def _ran(path: Path, against: Source | None, arm: str | None, fields: Mapping[str, Any]) -> list[Experiment]:
+    """What may have run: as it is named, or by the run that holds the trace; nothing if neither is there."""
     from moelab.runs.directory import EXPERIMENT_FILE
 
     if against is not None:
-        arms = _arms(read_study(against, **fields), arm)
-        if len(arms) > 1:
-            name = against.name if isinstance(against, Study | Experiment) else against
-            names = ", ".join(experiment.arm for experiment in arms)
-            raise BadInput(f"{name} holds {len(arms)} arms; name the traced one with --arm: {names}")
-        return arms[0]
+        return _arms(read_study(against, **fields), arm)
     if arm or fields:
         raise BadInput("--arm and --set modify --against: give the YAML of what ran")
     own = path / EXPERIMENT_FILE
-    return experiment_file.read_study(own).experiments[0] if own.is_file() else None
+    return [experiment_file.read_study(own).experiments[0]] if own.is_file() else []
+
+
+def _traced(explained: Explanation, arms: Sequence[Experiment]) -> Experiment:
+    """The arm that a trace is of: of several, the one that quantises and exchanges as the trace does."""
+    quantises = explained.kernels_ms.get("quantisation") is not None
+    exchanges_by_deepep = any("deep_ep" in name for name in explained.labels["name"])
+    alike = [
+        one
+        for one in arms
+        if (one.precision != "bf16") == quantises and (one.ep_backend != "standard") == exchanges_by_deepep
+    ]
+    if len(arms) > 1 and len(alike) != 1:
+        names = ", ".join(one.arm for one in alike or arms)
+        raise BadInput(f"the trace may be of several arms of {arms[0].name}; name the traced one with --arm: {names}")
+    return arms[0] if len(arms) == 1 else alike[0]
 
 
 def _compared(explained: Explanation, experiment: Experiment, calibration: str | None, fit: str | None) -> Explained:
@@ -1075,6 +1099,8 @@ class Submitted(Answer):
         if not self.dry_run:
             yield self.done.as_text().splitlines()[-1]
             yield _table(self._json["runs"])
+        if not self.done.scripts:
+            yield "nothing to submit: every run of the study is complete or with Slurm"
         for script in self.done.scripts:
             yield _folded("The script as sbatch gets it", script.rstrip("\n"))
 
@@ -1473,12 +1499,15 @@ class Examined(Answer):
 
     def _parts(self) -> Iterator[str | TableView | Folded]:
         words = {"ok": "ok", "note": "note", "warning": "look here", "error": "does not work"}
-        shown = self.frame().drop(columns="group").set_axis(["what", "", "found", "what to do"], axis=1)
-        yield _table(shown.assign(**{"": shown[""].map(words)}))
+        titles = {"findings": "This machine", "deepep": "DeepEP and what it needs", "study": "The study"}
+        titles |= {"here": "From here", "nodes": "The nodes"}
+        for group, rows in self.frame().groupby("group", sort=False):
+            shown = rows.drop(columns="group").set_axis(["what", "", "found", "what to do"], axis=1)
+            yield _table(shown.assign(**{"": shown[""].map(words)}), titles[str(group)])
         arms = self.arms()
         if len(arms):
-            runs = [one["kernels"] if one["runs"] else f"refused: {one['reason']}" for one in arms.to_dict("records")]
-            yield _table([{"arm": arm, "here": words} for arm, words in zip(arms["arm"], runs, strict=True)])
+            here = arms["kernels"].where(arms["runs"].astype(bool), "refused: " + arms["reason"])
+            yield _table(arms[["arm"]].assign(here=here), "Arms of a study (nano model)")
 
 
 @_refusing_unknown_names

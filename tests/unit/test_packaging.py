@@ -139,8 +139,10 @@ sys.addaudithook(refuse)
 """
 
 
-def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """In a virtual environment with the wheel; it sees the other packages of this one, and no file of the clone."""
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A virtual environment with the wheel, and its variables; it sees the other packages of this one, and no file of
+    the clone."""
     folder = tmp_path_factory.mktemp("installed") / "venv"
     venv.create(folder, symlinks=True)
     output(sys.executable, "-m", "pip", "--python", folder, "install", "--quiet", "--no-deps", "--no-index", wheel)
@@ -150,12 +152,17 @@ def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path, tmp_path_f
     (packages / "sitecustomize.py").write_text(WITHOUT_A_CLONE)
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     variables |= {"CUDA_VISIBLE_DEVICES": "", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    opened = subprocess.run([folder / "bin/python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
+    assert opened.returncode == 1  # so that what follows shows something
+    return folder, variables
+
+
+def test_the_wheel_works_without_a_clone(installed: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    _, variables = installed
 
     def shell(command: str) -> str:
         return output(*command.split(), env=variables, cwd=tmp_path, timeout=300)
 
-    opened = subprocess.run([folder / "bin/python", "-c", f"open('{ROOT}/README.md')"], env=variables, check=False)
-    assert opened.returncode == 1  # so that what follows shows something
     assert "begin with: jupyter lab notebooks/00_start_here.ipynb" in shell("moelab notebooks .")
     assert {one.name for one in tmp_path.iterdir()} == {*FOLDERS, RECORD}
     assert "legal, and fits: nano, arm mxfp8_standard" in shell("moelab plan nano")
@@ -163,6 +170,31 @@ def test_the_wheel_works_without_a_clone(wheel: Path, tmp_path: Path, tmp_path_f
     assert "#SBATCH --nodes=32" in shell("moelab submit 671B_b200_x256 --cluster nebius_soperator_b200 --dry-run")
     run = "-f papermill_params/05_plan_layout/smoke.yaml"
     assert END_MARKER in shell(f"python -m moelab.notebooks notebooks/05_plan_layout.ipynb out.ipynb {run}")
+
+
+DOOR = "from moelab import Study, Experiment, read_study, plan, project, search, run, submit, status, collect, report"
+DOOR += ", explain, doctor, watch"
+
+
+def test_every_example_of_the_page_on_the_door_runs_from_the_wheel_in_an_empty_folder(
+    installed: tuple[Path, dict[str, str]], tmp_path: Path
+) -> None:
+    """The page has an example for each name; it trains two arms of the nano model on this CPU."""
+    folder, variables = installed
+    page = (ROOT / "docs/api.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    imported = {name.strip() for block in blocks for name in re.findall(r"^from moelab import (.*)$", block, re.M)}
+    assert {one.strip() for names in imported for one in names.split(",")} == set(moelab.__all__)
+    trace = "moelab/data/measured/trace_two_h200_full_standard.json.gz"
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (tmp_path / "trace.json.gz").write_bytes((packages / trace).read_bytes())
+    # `import *` would do: the page imports what each example adds.
+    (tmp_path / "page.py").write_text("\n".join([f"{DOOR}\n", *blocks, "print(verdict)"]))
+    said = output(folder / "bin/python", "page.py", env=variables, cwd=tmp_path, timeout=600)
+    assert "study my_study: nano, 8 steps; arms bf16_standard, mxfp8_standard; seed 0" in said
+    assert "Same loss? Not decided" in said
+    assert (tmp_path / "report.html").stat().st_size > 1e6  # with plotly in it
+    assert sorted(one.name for one in (tmp_path / "runs").iterdir()) == ["my_study"]
 
 
 WITHOUT_TRITON = """

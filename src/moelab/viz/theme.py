@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import plotly.graph_objects as go
 import plotly.io as pio
@@ -227,6 +227,13 @@ def template(width: int = NORMAL) -> go.layout.Template:
     )
 
 
+_OF_THE_READER: Final = (
+    "<style>:is(body[data-jp-theme-light=false] .jp-RenderedPlotly, .vscode-dark) :is(.main-svg, img.plot-img) "
+    "{filter: invert(.93) hue-rotate(180deg)}</style>"
+)
+"""Makes figures dark where the page is, pictures of them too; hues stay, and so do contrasts."""
+
+
 class NotebookRenderer(MimetypeRenderer):  # type: ignore[misc] # plotly has no types
     """A live figure, and a picture of it beside it, so that a saved notebook shows it anywhere.
 
@@ -234,7 +241,10 @@ class NotebookRenderer(MimetypeRenderer):  # type: ignore[misc] # plotly has no 
     """
 
     def to_mimebundle(self, fig_dict: dict[str, Any]) -> dict[str, Any]:
-        """What Jupyter stores, by MIME type."""
+        """What Jupyter stores, by MIME type; a style stands before it, as JupyterLab shows one type of an output."""
+        from IPython.display import display
+
+        display({"text/html": _OF_THE_READER}, raw=True)
         kinds = ["plotly_mimetype", *(["png"] if can_draw_png() else [])]
         return {mime: data for kind in kinds for mime, data in pio.renderers[kind].to_mimebundle(fig_dict).items()}
 
