@@ -196,7 +196,7 @@ def test_a_study_over_any_field_from_its_plan_to_its_report(call: Any, tmp_path:
     file = tmp_path / "any.yaml"
     others = {
         "activation_checkpoint: full": "activation-checkpoint-full",
-        "mxfp8_kernels: emulated": "mxfp8-kernels-emulated",
+        "compile: loss": "compile-loss",
         "lr: 1e-05": "lr-1e-05",
         "shape: {n_layers: 3}": "n-layers-3",
     }
