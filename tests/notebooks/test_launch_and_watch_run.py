@@ -13,7 +13,8 @@ from run_support import make_run
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
-from moelab.launch.local import only_launcher, start_in_background
+from moelab.launch.ends import only_launcher
+from moelab.launch.local import start_in_background
 from moelab.notebooks import NotebookFailed, execute, read_parameters
 from moelab.runs import directory
 from moelab.runs.status import State

@@ -18,6 +18,7 @@ from slurm_jobs import TESTS, Site, speak_to, study_of, written
 
 from moelab.cli import main
 from moelab.errors import Refused
+from moelab.launch.local import run_study
 from moelab.launch.slurm import SCRIPT_FILE, ticket_of
 from moelab.launch.status import cancel, refresh, requeue
 from moelab.launch.submit import submit
@@ -89,6 +90,14 @@ def test_what_failed_is_submitted_anew_and_the_rest_is_left_alone(site: Site) ->
     assert not set(again) & set(failed)
     released(site, again[0])
     assert states(*again) == [State.COMPLETED] * 2
+
+
+def test_what_waits_or_trains_is_not_trained_beside(site: Site, held: RunDir) -> None:
+    with pytest.raises(Refused, match=f"^{held.name} is running as job {held.status.job_id}\n"):
+        run_study(study_of(), site.runs)
+    assert find(site.runs) == [held]
+    assert released(site, held).state is State.COMPLETED
+    assert run_study(study_of(), site.runs).trained == 0
 
 
 KILLED_CLIENT = """

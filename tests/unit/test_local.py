@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +29,11 @@ from training_support import wait_for
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
-from moelab.launch import local, torchrun
+from moelab.launch import ends, local, torchrun
 from moelab.launch.local import StudyRun, run_study
 from moelab.launch.progress import Bars, Progress, progress_of
 from moelab.launch.status import refresh
+from moelab.machine import boot_id
 from moelab.runs import directory
 from moelab.runs.collect import collect
 from moelab.runs.directory import RunDir, find
@@ -185,15 +187,14 @@ def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
     unreadable, job = (directory.create(runs, study.experiments[1]) for _ in range(2))
     (unreadable.path / "experiment.yaml").write_text("a_field_of_the_future: 1\n")
     job.set_status(Status(state=State.SUBMITTED, job_id="17"))
-    # What a killed torchrun left of the first run, and a process whose variable names no run.
-    orphan, another = (
-        subprocess.Popen(["sleep", "60"], start_new_session=True, env={"MOELAB_EXPERIMENT": str(path)})
-        for path in (running.path / "experiment.yaml", runs)
-    )
+    # What a killed torchrun left of the first run.
+    launched = running.path / "launch" / "started" / "here-1"
+    launched.parent.mkdir()
+    launched.touch()
+    variables = {"MOELAB_EXPERIMENT": str(running.path / "experiment.yaml"), "MOELAB_LAUNCH": str(launched)}
+    orphan = subprocess.Popen(["sleep", "60"], start_new_session=True, env=variables)
     done, lines = launch(runs, study)
-    assert (orphan.wait(1), another.poll()) == (-signal.SIGKILL, None)
-    another.kill()
-    another.wait()
+    assert orphan.wait(1) == -signal.SIGKILL
     assert (done.trained, states(done)) == (2, ["completed", "completed"])
     for run in (running, of_another_field, unreadable):
         assert end_of(run) == (State.FAILED, "the launcher was killed")
@@ -205,6 +206,45 @@ def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
         "ended 1 processes that a killed launcher left behind",
         "s | bf16_standard | seed 0 | step 0/4 | starting",
     ]
+
+
+def test_what_no_launch_started_is_not_ended_and_keeps_no_run_open(runs: Path, tmp_path: Path) -> None:
+    """A shell in which somebody exported the run's variables, and the run's command in another terminal."""
+    study, here = study_of(), boot_id()
+    killed = directory.create(runs, study.experiments[0])
+    killed.set_status(Status(state=State.RUNNING, attempts=1, boot_id=here))
+    launched = killed.path / "launch" / "started" / "here-1"
+    launched.parent.mkdir()
+    launched.touch()
+    copied = tmp_path / "copied"
+    shutil.copytree(killed.path, copied)
+    exported = {"MOELAB_EXPERIMENT": str(killed.path / "experiment.yaml")}
+    pasted = torchrun.command(study.experiments[0], killed.path).variables
+    of_a_copy = {**exported, "MOELAB_LAUNCH": str(copied / "launch" / "started" / "here-1")}
+    of_no_launch = {**exported, "MOELAB_LAUNCH": str(launched.with_name("here-2"))}
+    bystanders = [
+        subprocess.Popen(["sleep", "60"], start_new_session=apart, env=variables)
+        for variables in (exported, pasted, of_a_copy, of_no_launch)
+        for apart in (True, False)
+    ]
+    try:
+        assert refresh([killed])[0].reason == "the launcher was killed"
+        killed.set_status(Status(state=State.RUNNING, attempts=1, boot_id=here))
+        done, lines = launch(runs, study)
+        assert (states(done), [line for line in lines if line.startswith("ended")]) == (["completed"], [])
+        for behaviour in ("die", "torchrun_killed"):  # what ends by itself ends nothing else either
+            launch(runs, study_of(MXFP8), {"mxfp8_standard/seed0": behaviour})
+        assert [process.poll() for process in bystanders] == [None] * len(bystanders)
+    finally:
+        for process in bystanders:
+            process.kill()
+            process.wait()
+
+
+def test_a_launch_that_has_ended_leaves_no_record(runs: Path) -> None:
+    done, _ = launch(runs, study_of(BF16, MXFP8), {"mxfp8_standard/seed0": "torchrun_killed"})
+    assert states(done) == ["completed", "failed"]
+    assert [torchrun.launches_of(run) for run in done.runs] == [[], []]
 
 
 def test_a_run_of_which_nobody_knows_the_end_is_not_trained_beside(runs: Path) -> None:
@@ -269,6 +309,8 @@ def test_moelab_run_is_killed(runs: Path) -> None:
     process = start_moelab(runs)
     (run,) = find(runs)
     assert refresh([run])[0].state is State.RUNNING
+    (record,) = torchrun.launches_of(run)
+    assert torchrun.living([record]) == {record}
     process.kill()
     process.communicate()
     wait_for(lambda: not stand_in.processes_of(runs), 10)
@@ -328,7 +370,7 @@ def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> No
     assert (logged_steps(run), collect(run.path)[0].segments) == ([1, 2, 3], 1)
     assert run.log.read_text().count("[rank0]:hello\n") == 2
     assert run.log.read_text().endswith("[rank1]:world\n")
-    local._complete_log(run)
+    ends.complete_log(run)
     assert collect(run.path)[0].rows["step"].tolist() == [1, 2, 3]
 
 

@@ -22,7 +22,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
 from moelab.files import read_json, write_json, write_whole
-from moelab.launch.local import only_launcher
+from moelab.launch.ends import only_launcher
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import stand_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import program
@@ -20,9 +21,11 @@ from moelab.cli import main
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study, read_study
-from moelab.launch import slurm
+from moelab.launch import local, slurm
 from moelab.launch import status as status_module
 from moelab.launch.cluster import read_cluster
+from moelab.launch.ends import only_launcher
+from moelab.launch.local import StudyRun
 from moelab.launch.slurm import SCRIPT_FILE, NumberUnknown, Queue, SlurmError, SlurmJob, Ticket, state_of, ticket_of
 from moelab.launch.status import cancel, refresh, requeue
 from moelab.launch.submit import adopt, dry_run, submit
@@ -138,6 +141,73 @@ def test_a_killed_launchers_run_is_submitted_anew_and_what_is_left_out_is_told(t
     assert len({*done.submitted} - {killed, bad}) == 2
     assert done.to_json()["left_out"][0]["run"] == bad.name
     assert done.as_text().startswith(f"{bad.name}: left out: experiment.yaml")
+
+
+# Here and there
+
+
+@pytest.fixture
+def trained_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], StudyRun]:
+    """Trains the study on this machine, with a stand-in for torchrun."""
+    for name in ("command", "stage_data", "POLL_S"):
+        monkeypatch.setattr(local, name, getattr(local, name))  # put back afterwards
+    stand_in.install()
+    return lambda runs: local.run_study(STUDY, runs, say=lambda line: None)
+
+
+@pytest.mark.parametrize("word", ["PENDING", "RUNNING", "NEW_WORD"])
+def test_what_slurm_has_is_not_trained_here(
+    tmp_path: Path, site: Site, trained_here: Callable[[Path], StudyRun], word: str
+) -> None:
+    site(sbatch="7\n")
+    runs = submit(STUDY, tmp_path, CLUSTER).submitted
+    comment = str(ticket_of(runs[0]).comment)
+    site(squeue=queue_of(*(job(word, comment=comment, job_id=f"7_{task}") for task in (0, 1))))
+    with pytest.raises(Refused) as refused:
+        trained_here(tmp_path)
+    state = state_of(job(word)).value
+    told = [f"{run.name} is {state} as job {run.status.job_id}" for run in runs]
+    assert str(refused.value).splitlines() == [*told, "wait for them, or end them with `moelab cancel`"]
+    assert sorted(find(tmp_path), key=lambda run: run.seed) == [*runs]
+    assert [run.status.state.value for run in runs] == [state] * 2  # as `status` would have it
+
+
+def test_what_slurm_has_finished_is_not_trained_again_and_what_it_lost_is(
+    tmp_path: Path, site: Site, trained_here: Callable[[Path], StudyRun]
+) -> None:
+    done = submitted(tmp_path, 4, State.RUNNING)
+    failed = submitted(tmp_path, 2, State.RUNNING, task=1)
+    site(squeue=queue_of(job("COMPLETED"), job("NODE_FAIL", job_id="7_1")))
+    here = trained_here(tmp_path)
+    assert (done.status.state, failed.status.state) == (State.COMPLETED, State.FAILED)
+    assert (here.trained, here.runs[0]) == (1, done)
+
+
+def test_a_machine_without_slurm_does_not_train_what_was_last_seen_there(
+    tmp_path: Path, site: Site, trained_here: Callable[[Path], StudyRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = submitted(tmp_path, 1, State.RUNNING)
+    for command in ("squeue", "scontrol"):
+        (tmp_path / "bin" / command).unlink()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(
+        Refused, match=f"^{run.name} was running as job 7_0 when last seen, and Slurm cannot be asked: "
+    ):
+        trained_here(tmp_path)
+    run.set_status(Status(state=State.PREPARED, reason="not submitted: sbatch is missing"))
+    assert trained_here(tmp_path).trained == 2
+
+
+def test_what_is_trained_here_is_not_submitted(tmp_path: Path, site: Site) -> None:
+    run = make_run(tmp_path, STUDY.experiments[0], [8.0])
+    run.set_status(Status(state=State.RUNNING, attempts=1, boot_id="of another machine"))
+    with pytest.raises(Refused, match=f"^{run.name} is running by `moelab run`, which ends with Ctrl-C there\n"):
+        submit(STUDY, tmp_path, CLUSTER)
+    run.set_status(Status(state=State.RUNNING, attempts=1, boot_id=boot_id()))
+    with only_launcher(tmp_path / "s"), pytest.raises(Refused, match="another process is launching study 's'"):
+        submit(STUDY, tmp_path, CLUSTER)
+    assert run.status.state is State.RUNNING
+    assert not [line for line in (tmp_path / "asked").read_text().splitlines() if line.startswith("sbatch")]
 
 
 @pytest.mark.parametrize(

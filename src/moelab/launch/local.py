@@ -14,41 +14,34 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Literal
 
 import yaml
-from filelock import FileLock, Timeout
 
-from moelab.errors import BadInput, Refused
-from moelab.experiment import BLOCK_SCALED, Experiment
+from moelab.errors import Refused
+from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json, write_whole
 from moelab.launch.capability import refusals_of
+from moelab.launch.ends import close, close_orphans, complete_log, ended, only_launcher
 from moelab.launch.progress import Row, Say, progress_of, say_on_stderr
-from moelab.launch.slurm import ticket_of
-from moelab.launch.torchrun import Command, Process, command, end_processes, living
+from moelab.launch.status import require_no_jobs
+from moelab.launch.torchrun import Command, Process, command
 from moelab.machine import boot_id, environment
 from moelab.model import TOKENIZERS, shape_for
 from moelab.runs import directory
-from moelab.runs.collect import Collected, collect_run, save_results
-from moelab.runs.directory import EXPERIMENT_FILE, Discovery, RunDir
-from moelab.runs.failure import cause
+from moelab.runs.collect import Collected, collect_run
+from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.follow import LogFollower
-from moelab.runs.log_text import tail
-from moelab.runs.side_files import converted_modules
-from moelab.runs.statements import Statement
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
 POLL_S = 0.5
-LOCK_WAIT_S = 1.0
-"""Longer than those hold the lock who only look whether a launcher is alive."""
 LINE_INTERVAL_S = 5.0
 MIN_FREE_BYTES = 16 << 20  # the last lines of the log, the status and the metrics still fit
 C4 = "allenai/c4"
@@ -75,8 +68,8 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
     Lines of progress go to ``say``; without it, a terminal and a notebook have bars, and a file has lines.
 
     Raises:
-        Refused: before anything is started, if this machine cannot run one of the experiments, another process is
-            already working on the study, or it is unknown how one of its runs ended.
+        Refused: before anything is started, if this machine cannot run one of the experiments, another process or
+            Slurm is already working on the study, or it is unknown how one of its runs ended.
     """
     runs = runs.absolute()  # ranks and notebooks may have other working folders
     # Checked before anything is written: a machine that cannot run one arm trains none of the study.
@@ -88,8 +81,9 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
         for line in here.lines:
             told(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
+        require_no_jobs([run for tried in attempts if not completed(tried) for run in tried])
         require_known_ends(attempts)
-        if killed := _close_orphans(here.all_runs):
+        if killed := close_orphans(here.all_runs):
             told(f"ended {killed} processes that a killed launcher left behind")
         run_of = {index: run for index, tried in enumerate(attempts) if (run := completed(tried))}
         before = len(run_of)
@@ -130,80 +124,6 @@ def require_known_ends(attempts: Iterable[Sequence[RunDir]]) -> None:
             + f'\nto train it again, move its folder out of the study; to keep it, write {{"state": "completed"}} '
             f"into its {STATUS_FILE}"
         )
-
-
-@contextmanager
-def only_launcher(folder: Path) -> Iterator[None]:
-    """Lock the folder of a study: one process at a time trains or submits it.
-
-    Raises:
-        Refused: if another one holds it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".launcher.lock")  # the system releases it when this process ends, however that happens
-    try:
-        lock.acquire(timeout=LOCK_WAIT_S)
-    except Timeout:
-        raise Refused(
-            f"another process is launching study {folder.name!r} in {folder.parent}; wait for it or stop it"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def close_killed(runs: Iterable[RunDir]) -> None:
-    """Close runs that say ``running`` although their launcher was killed on this machine and none of it is alive.
-
-    This machine cannot see a launcher on another one, or before its own reboot: the next run closes those.
-    """
-    here = boot_id()
-    mine = [run for run in runs if here and (status := run.status).state is State.RUNNING and status.boot_id == here]
-    alive = living() if mine else set()
-    for run in mine:
-        if (run.path / EXPERIMENT_FILE).resolve() not in alive:
-            with suppress(Refused, OSError), only_launcher(run.path.parents[2]):  # held: the launcher lives
-                _close_orphans([run])
-
-
-def _close_orphans(runs: Iterable[RunDir]) -> int:
-    """Close runs whose launcher was killed, and end their processes, so that nothing trains beside the next run.
-
-    Returns:
-        How many processes there were.
-    """
-    orphans = {
-        run: status
-        for run in runs  # a Slurm job has no launcher here
-        if not ((status := run.status).job_id or ticket_of(run) or status.is_lost or status.state.is_final)
-    }
-    killed = end_processes([run.path / EXPERIMENT_FILE for run in orphans])
-    for run, status in orphans.items():
-        _complete_log(run)
-        close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
-    return killed
-
-
-def _complete_log(run: RunDir) -> None:
-    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun had not copied yet.
-
-    torchrun copies each rank's files in order, ten times a second: what it missed is the end of a file, after the last
-    line that both have. A line that was cut off in the middle is copied again, whole.
-    """
-    files = sorted(run.log.parent.glob("*/attempt_*/[0-9]*/std*.log"))
-    if not files:
-        return
-    with suppress(OSError), run.log.open("rb+") as log:
-        text = log.read()
-        log.truncate(log.seek(text.rfind(b"\n") + 1))  # cut off the line that torchrun was writing
-        copied = set(text.splitlines())
-        for file in files:
-            prefix = f"[rank{file.parent.name}]:".encode()
-            lines = [prefix + line for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
-            times = Counter(lines)  # a line that occurs twice does not tell which of the two was copied
-            last = max((at for at, line in enumerate(lines) if line in copied and times[line] == 1), default=-1)
-            log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
 
 
 def _run_experiment(runs: Path, experiment: Experiment, *, on_row: Callable[[Row], None]) -> RunDir:
@@ -256,51 +176,9 @@ def _train(run: RunDir, launched: Command, on_row: Callable[[Row], None]) -> tup
                 return replace(status, state=State.FAILED, reason=problem), None
     # torchrun was killed and did not copy the last lines of its ranks.
     if process.returncode < 0:
-        _complete_log(run)
+        complete_log(run)
     report()  # what was logged since the last look
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
-
-
-def close(run: RunDir, status: Status, left: Collected | None = None) -> None:
-    """Write the final status first; metrics and results can be made again from the log at any time.
-
-    ``left`` is what the run left, where :func:`ended` has read that already.
-    """
-    run.set_status(status)
-    with suppress(OSError, BadInput):  # a full disk; a record of another version of moelab
-        save_results(run, replace(left, status=status) if left else collect_run(run))
-
-
-def ended(run: RunDir, status: Status, logs: Path, *, log_start: int = 0) -> tuple[Status, Collected | None]:
-    """The final status of a run, and what the run left, where that had to be read.
-
-    Args:
-        run: with everything logged.
-        status: with torchrun's exit code.
-        logs: folder of the ranks' own logs of this launch.
-        log_start: where this launch begins in ``train.log``, in bytes.
-    """
-    if status.exit_code != 0:
-        code = f"torchrun ended with exit code {status.exit_code}; see {run.log.name}"
-        return replace(status, state=State.FAILED, reason=str(failure_of(run, logs, log_start) or code)), None
-    left, planned = collect_run(run), run.experiment.steps
-    reason: str | None
-    if run.experiment.precision in BLOCK_SCALED and not converted_modules(run):
-        reason = f"precision is {run.experiment.precision.value}, but no module was converted"
-    elif left.status.state is State.FAILED:  # exit code 0, but a loss that is not finite
-        reason = left.status.reason
-    elif left.last_step < planned:
-        reason = f"training ended at step {left.last_step} of {planned}"
-    else:
-        return replace(status, state=State.COMPLETED), left
-    return replace(status, state=State.FAILED, reason=reason), left
-
-
-def failure_of(run: RunDir, logs: Path, log_start: int) -> Statement | None:
-    """What failed first in a launch, or None; the arguments are those of :func:`ended`."""
-    traces = run.path / "comm_traces"  # where TorchTitan has the flight recorder dump
-    log = tail(run.log, start=log_start)
-    return cause(logs, log, ranks_per_node=run.experiment.gpus_per_node, traces=traces)
 
 
 def no_space(folder: Path) -> str | None:

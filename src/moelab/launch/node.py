@@ -15,12 +15,13 @@ from pathlib import Path
 
 from moelab.experiment import Experiment
 from moelab.files import write_json, write_whole
+from moelab.launch.ends import close, ended, failure_of
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
-from moelab.launch.local import close, ended, failure_of, no_space, stage_data
-from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end_processes
+from moelab.launch.local import no_space, stage_data
+from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end_processes, launches_of
 from moelab.machine import environment
 from moelab.runs.collect import Collected
-from moelab.runs.directory import EXPERIMENT_FILE, STOP_VARIABLE, STOPPED_FILE, RunDir
+from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE, RunDir
 from moelab.runs.statements import Kind
 from moelab.runs.status import BY_CANCEL, State, Status
 
@@ -100,9 +101,8 @@ def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
     """
     experiment = start.run.experiment
     # Where Slurm lost this node and its daemon, ranks of the job's earlier start still run and would train beside ours.
-    end_processes(
-        [start.run.path / EXPERIMENT_FILE], is_meant=lambda node: not node.startswith(f"{start.place.start}-")
-    )
+    own = f"{start.place.start}-"
+    end_processes([launch for launch in launches_of(start.run) if not launch.name.startswith(own)])
     dataset, tokenizer = start.data(experiment)
     stage_data(experiment, dataset=dataset, tokenizer=tokenizer)
     with Process(start.command(experiment), None) as process:

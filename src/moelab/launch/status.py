@@ -26,7 +26,7 @@ from typing import Final, TextIO
 import numpy as np
 
 from moelab.errors import BadInput, MoelabError, Refused
-from moelab.launch import local, slurm
+from moelab.launch import ends, slurm
 from moelab.launch.cluster import line as one_line
 from moelab.launch.slurm import Queue, SlurmError, SlurmJob, SlurmMissing, call, checked, state_of, ticket_of, words_of
 from moelab.runs.directory import RunDir
@@ -54,7 +54,7 @@ def refresh(runs: Collection[RunDir]) -> list[Status]:
     Returns:
         The status of each. Where Slurm cannot be asked, the last known one, with the reason why it may be out of date.
     """
-    local.close_killed(run for run in runs if not ticket_of(run))
+    ends.close_killed(run for run in runs if not ticket_of(run))
     if not any(ticket_of(run) for run in runs):
         return [run.status for run in runs]
     try:
@@ -72,6 +72,45 @@ def update(runs: Collection[RunDir], queue: Queue) -> list[Status]:
     gone = [run for run, job in jobs.items() if job is None and run.status.job_id and not run.status.state.is_final]
     ended = _ended(gone)
     return [_update(run, jobs[run] or ended.get(run)) for run in runs]
+
+
+def busy(runs: Collection[RunDir], queue: Queue) -> list[str]:
+    """The runs that train or may train, each with its state in words; of Slurm's those that were just updated."""
+    states = {run: run.status for run in runs}
+    alive = [
+        run for run, now in states.items() if now.state in ACTIVE or (now.state is State.UNKNOWN and queue.job_of(run))
+    ]
+    return [f"{run.name} is {_whose(run, states[run])}" for run in alive]
+
+
+def _whose(run: RunDir, status: Status) -> str:
+    if status.job_id:
+        return f"{status.state} as job {status.job_id}"
+    return status.in_words() if ticket_of(run) else f"{status.state} by `moelab run`, which ends with Ctrl-C there"
+
+
+def require_no_jobs(runs: Collection[RunDir]) -> None:
+    """Make sure that Slurm trains none of the runs, after asking it.
+
+    Raises:
+        Refused: naming each whose job is, or may be, alive.
+    """
+    of_slurm = [run for run in runs if ticket_of(run)]
+    if not of_slurm:
+        return
+    try:
+        queue = Queue.of(of_slurm)
+        update(of_slurm, queue)
+        lines = busy(of_slurm, queue)
+    except (SlurmError, SlurmMissing) as error:
+        last = {run: run.status for run in of_slurm}
+        lines = [
+            f"{run.name} was {status.state} as job {status.job_id} when last seen, and Slurm cannot be asked: {error}"
+            for run, status in last.items()
+            if status.job_id and not status.state.is_final
+        ]
+    if lines:
+        raise Refused("\n".join([*lines, "wait for them, or end them with `moelab cancel`"]))
 
 
 def _ended(runs: list[RunDir]) -> dict[RunDir, SlurmJob]:
@@ -118,7 +157,7 @@ def _update(run: RunDir, job: SlurmJob | None) -> Status:
         return run.status
     with suppress(OSError):  # over quota, or another user's runs: report what Slurm says nevertheless
         if after.state.is_final:
-            local.close(run, after)
+            ends.close(run, after)
         else:
             run.set_status(after)
     return after
@@ -141,7 +180,7 @@ def _after(run: RunDir, status: Status, job: SlurmJob | None) -> Status:
         return status
     status = replace(status, job_id=job.job_id, exit_code=None)
     if state is State.COMPLETED:  # the script ended with 0; only the log says whether all steps were trained
-        return local.ended(run, replace(status, exit_code=0), run.log.parent)[0]
+        return ends.ended(run, replace(status, exit_code=0), run.log.parent)[0]
     # A reason from the last start, such as a requeue, no longer holds.
     if state is State.RUNNING:
         return replace(status, state=state, reason=None)

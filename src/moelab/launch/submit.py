@@ -21,7 +21,8 @@ from moelab.files import write_whole
 from moelab.finding import Finding
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
-from moelab.launch.local import close_killed, completed, only_launcher, require_known_ends
+from moelab.launch.ends import close_killed, only_launcher
+from moelab.launch.local import completed, require_known_ends
 from moelab.launch.requirements import Foresee, check_data, check_plans, foresee_nothing
 from moelab.launch.script import JobSpec, render
 from moelab.launch.slurm import (
@@ -37,7 +38,7 @@ from moelab.launch.slurm import (
     number_unknown,
     ticket_of,
 )
-from moelab.launch.status import ACTIVE, update
+from moelab.launch.status import ACTIVE, busy, update
 from moelab.runs import directory
 from moelab.runs.directory import Discovery, RunDir
 from moelab.runs.status import State, Status
@@ -141,7 +142,8 @@ def submit(
         updated = dict(zip(tried, update(tried, queue), strict=True))
         # In the queue although only prepared: the client was killed between sbatch and recording the number.
         adopted = [run for run in prepared if updated[run].state in ACTIVE]
-        _require_idle([run for run in tried if run not in adopted], queue)
+        if lines := busy([run for run in tried if run not in adopted], queue):
+            raise Refused("\n".join([*lines, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
         require_known_ends(attempts.values())
         missing = {
             one: of_one for one, of_one in attempts.items() if not completed(of_one) and not set(of_one) & set(adopted)
@@ -170,20 +172,6 @@ def _require(findings: Iterable[Finding]) -> None:
     faults = [f"{one.name}: {one.found}" for one in findings if one.severity == "error"]
     if faults:
         raise Refused("\n".join(faults))
-
-
-def _require_idle(runs: Iterable[RunDir], queue: Queue) -> None:
-    """Refuse runs whose job is, or may be, alive."""
-    statuses = {run: run.status for run in runs}
-    busy = [
-        f"{run.name} is {status.state} as job {status.job_id}"
-        if status.job_id
-        else f"{run.name} is {status.in_words()}"
-        for run, status in statuses.items()
-        if status.state in ACTIVE or (status.state is State.UNKNOWN and queue.job_of(run))
-    ]
-    if busy:
-        raise Refused("\n".join([*busy, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
 
 
 def _specs(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,13 @@ from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.machine import cores, end_with_parent
 from moelab.runs import directory
+from moelab.runs.directory import RunDir
 
 STOP_S = 45.0  # torchrun itself kills ranks that have not ended after 30 s
 NODE_VARIABLE = "MOELAB_NODE"
+LAUNCH_VARIABLE = "MOELAB_LAUNCH"
+"""Of every process that a launch starts: the launch's record, a file in the run directory. A command that a person
+pastes, or a shell with the run's other variables, does not have it."""
 KILLED_S, KILL_POLL_S = 30.0, 0.05
 """How long a killed process may take to disappear: one that holds a GPU stays until the driver has freed it."""
 
@@ -91,8 +96,10 @@ class Process:
 
     def __init__(self, launched: Command, log: IO[bytes] | None) -> None:
         """Start it; without a log its output goes where this process's goes."""
-        self._experiment = Path(launched.variables["MOELAB_EXPERIMENT"])
-        self._node = launched.variables.get(NODE_VARIABLE, "")
+        launches = Path(launched.variables["MOELAB_EXPERIMENT"]).parent / directory.LAUNCHES_FOLDER
+        self._launch = launches / f"{launched.variables.get(NODE_VARIABLE, 'here')}-{secrets.token_hex(8)}"
+        launches.mkdir(parents=True, exist_ok=True)
+        self._launch.touch()  # before the first process that has its name
         launcher = os.getpid()
 
         def in_child() -> None:
@@ -104,7 +111,7 @@ class Process:
 
         self._popen = subprocess.Popen(
             launched.arguments,
-            env={**os.environ, **launched.variables},
+            env={**os.environ, **launched.variables, LAUNCH_VARIABLE: str(self._launch)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT if log else None,
@@ -124,18 +131,20 @@ class Process:
         finally:  # also after a second Ctrl-C, and where torchrun itself was killed
             self._popen.kill()
             self._popen.wait()
-            with suppress(Refused):  # the run is over, even if the driver has not released its ranks yet
-                end_processes([self._experiment], is_meant=lambda node: node == self._node)
+            with suppress(Refused, OSError):  # the run is over, even if the driver has not released its ranks yet
+                end_processes([self._launch])
+                self._launch.unlink()
 
 
-def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool] = lambda node: True) -> int:
-    """Kill all processes of runs on this Linux machine: torchrun, its ranks in sessions of their own, their children.
+def launches_of(run: RunDir) -> list[Path]:
+    """Records of the launches of a run whose processes may live, on this machine or another node of its job."""
+    return sorted((run.path / directory.LAUNCHES_FOLDER).glob("*"))
 
-    The variables of their run identify them. Repeats until none is left: one that is about to die may start another.
 
-    Args:
-        experiments: the ``experiment.yaml`` of each run.
-        is_meant: which of their processes, by the value of :data:`NODE_VARIABLE`, which is empty without Slurm.
+def end_processes(launches: Collection[Path]) -> int:
+    """Kill what launches started on this Linux machine: torchrun, its ranks in sessions of their own, their children.
+
+    Repeats until none is left: one that is about to die may start another.
 
     Returns:
         How many there were.
@@ -143,8 +152,8 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
     Raises:
         Refused: naming those that are still there after :data:`KILLED_S` seconds.
     """
-    wanted, killed, end = {path.resolve() for path in experiments}, set[int](), time.monotonic() + KILLED_S
-    while wanted and (alive := [one for one, path, node in _launched() if path in wanted and is_meant(node)]):
+    killed, end = set[int](), time.monotonic() + KILLED_S
+    while alive := [process for process, _ in _launched(launches)]:
         if time.monotonic() > end:
             raise Refused(
                 f"processes {', '.join(map(str, alive))} were killed and are still there after {KILLED_S:.0f} s; see "
@@ -158,18 +167,17 @@ def end_processes(experiments: Collection[Path], is_meant: Callable[[str], bool]
     return len(killed)
 
 
-def living() -> set[Path]:
-    """Resolved path of the ``experiment.yaml`` of each run that has a process on this machine."""
-    return {experiment for _, experiment, _ in _launched()}
+def living(launches: Collection[Path]) -> set[Path]:
+    """Those of the launches that have a process on this machine."""
+    return {launch for _, launch in _launched(launches)}
 
 
-def _launched() -> Iterator[tuple[int, Path, str]]:
-    """Processes that moelab started, each with its experiment and node."""
-    for folder in Path("/proc").glob("[0-9]*"):
+def _launched(launches: Collection[Path]) -> Iterator[tuple[int, Path]]:
+    """Processes of launches, each with its launch."""
+    wanted = {launch.resolve(): launch for launch in launches}
+    for folder in Path("/proc").glob("[0-9]*") if wanted else ():
         with suppress(OSError):  # it has ended, or is another user's
             pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
             variables = {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
-            # A process of our own session is a shell whose user exported the variable, never one that was launched.
-            is_apart = os.getsid(int(folder.name)) != os.getsid(0)
-            if is_apart and (experiment := variables.get("MOELAB_EXPERIMENT")):
-                yield int(folder.name), Path(experiment).resolve(), variables.get(NODE_VARIABLE, "")
+            if (named := variables.get(LAUNCH_VARIABLE)) and (launch := wanted.get(Path(named).resolve())):
+                yield int(folder.name), launch

@@ -35,6 +35,8 @@ CONVERTED_FOLDER, DISPATCHER_FILE = "launch/converted", "launch/dispatcher.json"
 """What the built model runs: a file for each pipeline rank of what multiplies in MXFP8; what moves the tokens."""
 TRACES_FOLDER, RECORDED_FOLDER = "traces", "launch/recorded"
 """Traces of a step; for each rank that was traced, a file of what its trace cost and where it is."""
+LAUNCHES_FOLDER = "launch/started"
+"""An empty file for each launch whose processes may live."""
 STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
 """Names the file that asks ranks to save and stop; which step they saved when they did."""
 _STATUS = TypeAdapter(Status)
