@@ -1,10 +1,14 @@
-"""Train ``studies/convergence_gpu.yaml`` in pieces, on a GPU that one has for half an hour at a time.
+"""Train ``studies/convergence_gpu.yaml`` in pieces, on a GPU that one has for half an hour at a time, and judge it.
 
 ``moelab run`` trains a study whole where a machine stays. Where it goes away, this trains what still lacks, several
 runs side by side on one GPU, and packs the small files of each run that has ended::
 
-    python benchmarks/convergence_gpu.py train FOLDER --at-once 3 --minutes 25     # but for what the results have
-    python benchmarks/convergence_gpu.py pack FOLDER runs.tar                      # while it trains, and at the end
+    python benchmarks/convergence_gpu.py train FOLDER --at-once 3 --most 9     # but for what the results have
+    python benchmarks/convergence_gpu.py pack FOLDER benchmarks/results/convergence_h200_runs_2.tar.gz
+    python benchmarks/convergence_gpu.py collect      # archives to benchmarks/results/convergence_h200.json
+    python benchmarks/convergence_gpu.py unfold runs && moelab report runs/convergence_gpu
+
+``unfold`` makes run directories of the results alone, and the same ``moelab report`` judges them that judges runs.
 
 Runs go in an order in which every piece can be judged: BF16, MXFP8 and the control seed by seed, then the other arms
 with three seeds each, one after the other. A machine that goes away loses the runs in flight and no other. Runs side by
@@ -16,18 +20,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import yaml
 
 from moelab.experiment import Experiment
-from moelab.experiment_file import read_study
+from moelab.experiment_file import read_study, write_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "convergence_gpu.yaml"
@@ -35,7 +43,19 @@ RESULTS = ROOT / "benchmarks" / "results" / "convergence_h200.json"
 FEW_SEEDS = 3
 JUDGED_FIRST = 3
 """Arms, the first of the study, that come first and get all seeds; the others get ``FEW_SEEDS``."""
-KEPT = ("experiment.yaml", "environment.json", "status.json", "expert_load.parquet", "results.json", "logs/train.log")
+KEPT = (
+    "experiment.yaml",
+    "environment.json",
+    "status.json",
+    "metrics.jsonl",
+    "expert_load.parquet",
+    "launch",
+    "logs/train.log",
+)
+EVERY_STEP_FROM, THINNED_TO = 1201, 10
+"""Steps from here on are all in the results, as a verdict averages the last tenth or fifth; of earlier ones each tenth.
+Gradient norms are thinned throughout."""
+MODULES = re.compile(r"moelab: \d+ modules multiply in 8 bits \((\w+) kernels\): (.+)")
 POLL_S = 1.0
 
 
@@ -61,28 +81,47 @@ class Running:
 
     experiment: Experiment
     process: subprocess.Popen[bytes]
-    start: float
 
 
-def train(folder: Path, *, study: Path, results: Path, at_once: int, minutes: float) -> None:
-    """Train what lacks, as long as a run of the usual length still ends in time."""
+def train(folder: Path, *, study: Path, results: Path, at_once: int, most: int) -> None:
+    """Train ``most`` of the runs that lack.
+
+    The study is read again whenever a run may start, so that arms can be added and taken out meanwhile.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    done = finished(results)
-    waiting = [one for one in in_order(study) if (one.arm, one.seed) not in done]
-    end, took_s, running = time.monotonic() + 60 * minutes, 0.0, list[Running]()
-    while waiting or running:
+    begun = finished(results) | {arm_and_seed(path) for path in runs_in(folder) if state_of(path) == "completed"}
+    running = list[Running]()
+    while True:
         for one in [one for one in running if one.process.poll() is not None]:
             running.remove(one)
-            took_s = max(took_s, time.monotonic() - one.start)
             say(f"{one.experiment.arm} seed {one.experiment.seed} ended with code {one.process.returncode}")
-        if waiting and len(running) < at_once and time.monotonic() + took_s < end:
-            experiment = waiting.pop(0)
-            say(f"{experiment.arm} seed {experiment.seed} starts")
-            running.append(Running(experiment=experiment, process=launch(folder, experiment), start=time.monotonic()))
+        waiting = [one for one in in_order(study) if (one.arm, one.seed) not in begun]
+        if waiting and len(running) < at_once and most:
+            experiment = waiting[0]
+            begun.add((experiment.arm, experiment.seed))
+            most -= 1
+            process = launch(folder, experiment)
+            say(f"{experiment.arm} seed {experiment.seed} starts, process {process.pid}")
+            running.append(Running(experiment=experiment, process=process))
         elif not running:
-            break
+            say(f"{len(waiting)} runs are left")
+            return
         time.sleep(POLL_S)
-    say(f"{len(waiting)} runs are left")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Run directories that have a status."""
+    return sorted(status.parent for status in folder.glob("*/runs/*/*/seed*/*/status.json"))
+
+
+def state_of(run: Path) -> str:
+    """``completed``, ``failed``, ``running`` and so on."""
+    return str(json.loads((run / "status.json").read_text())["state"])
+
+
+def arm_and_seed(run: Path) -> tuple[str, int]:
+    """Arm and seed of a run directory."""
+    return run.parent.parent.name, int(run.parent.name.removeprefix("seed"))
 
 
 def launch(folder: Path, experiment: Experiment) -> subprocess.Popen[bytes]:
@@ -109,39 +148,127 @@ def say(words: str) -> None:
 
 def pack(folder: Path, archive: Path) -> None:
     """Put the small files of each run that has ended, well or not, into one archive."""
-    with tarfile.open(archive, "w") as tar:
-        for status in sorted(folder.glob("*/runs/*/*/seed*/*/status.json")):
-            run = status.parent
-            state = json.loads(status.read_text())["state"]
-            if state in ("completed", "failed"):
-                name = run.relative_to(run.parents[3])
-                for file in KEPT:
-                    if (run / file).exists():
-                        tar.add(run / file, arcname=str(name / file))
-            say(f"{run.parent.parent.name} {run.parent.name}: {state}")
+    with tarfile.open(archive, "w:gz") as tar:
+        for run in runs_in(folder):
+            state, name = state_of(run), run.relative_to(run.parents[3])
+            say(f"{name}: {state}")
+            for file in KEPT if state in ("completed", "failed") else ():
+                if (run / file).exists():
+                    tar.add(run / file, arcname=str(name / file))
+
+
+def collect(results: Path) -> None:
+    """Renew what the results say of runs from the archives beside them; their settings and notes stay."""
+    kept: dict[str, Any] = json.loads(results.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        for archive in sorted(results.parent.glob(f"{results.stem}_runs_*.tar.gz")):
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")
+        runs = [status.parent for status in sorted(Path(folder).glob("*/*/seed*/*/status.json"))]
+        found = [facts_of(run) for run in runs]
+    # Of a run that failed and was made again, the one that completed.
+    of = {(run["arm"], run["seed"]): run for run in sorted(found, key=lambda run: run["status"] == "completed")}
+    order = {(one.arm, one.seed): index for index, one in enumerate(in_order(STUDY))}
+    kept["runs"] = [of[key] for key in sorted(of, key=lambda key: order.get(key, len(order)))]
+    kept["missing"] = [list(key) for key in order if key not in of]
+    results.write_text(compact(kept))
+
+
+def facts_of(run: Path) -> dict[str, Any]:
+    """What the results have of one run, from its directory."""
+    words = [sys.executable, "-m", "moelab", "collect", str(run), "--json"]
+    (read,) = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)["runs"]
+    rows, log = read["rows"], (run / "logs" / "train.log").read_text(errors="replace")
+    modules = MODULES.search(log)
+    tokens = pd.read_parquet(run / "expert_load.parquet")
+    last = tokens[tokens["step"] > 0.9 * tokens["step"].max()].groupby(["layer", "expert"])["tokens"].sum().unstack()
+    arm, seed = arm_and_seed(run)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "run": run.name,
+        "status": read["status"],
+        "reason": read["reason"],
+        "ended": datetime.fromtimestamp(rows[-1]["time"], UTC).isoformat(timespec="seconds"),
+        "steps_s": round(rows[-1]["time"] - rows[0]["time"]),
+        "environment": json.loads((run / "environment.json").read_text()),
+        "in_8_bits": {"kernels": modules[1], "modules": modules[2].split(", ")} if modules else None,
+        "loss": [
+            [row["step"], row["loss"]]
+            for row in rows
+            if row["step"] >= EVERY_STEP_FROM or row["step"] % THINNED_TO == 0
+        ],
+        "held_out": [[row["step"], row["loss"]] for row in read["validation"]],
+        "grad_norm": [[row["step"], row["grad_norm"]] for row in rows if row["step"] % THINNED_TO == 0],
+        "memory_gib": max(row["memory_gib"] for row in rows),
+        "expert_load": {
+            "of": "the recorded steps of the last tenth: share of a layer's tokens that each expert gets",
+            "share": {str(layer): (row / row.sum()).round(4).tolist() for layer, row in last.iterrows()},
+        },
+    }
+
+
+def compact(results: dict[str, Any]) -> str:
+    """JSON with a line for each fact, and for each series of a run."""
+    text = json.dumps(results | {"runs": []}, indent=1)
+    lines = [",\n".join(f'   "{key}": {json.dumps(value)}' for key, value in run.items()) for run in results["runs"]]
+    runs = ",\n".join(f"  {{\n{line}\n  }}" for line in lines)
+    return text.replace('"runs": []', f'"runs": [\n{runs}\n ]') + "\n"
+
+
+def unfold(folder: Path, *, results: Path, study: Path) -> None:
+    """Make a run directory of each run of the results, for ``moelab report``.
+
+    Tokens/s are left out: these runs shared a GPU.
+    """
+    experiments = {(one.arm, one.seed): one for one in read_study(study).experiments}
+    for run in json.loads(results.read_text())["runs"]:
+        experiment = experiments[run["arm"], run["seed"]]
+        path = folder / experiment.name / experiment.arm / f"seed{experiment.seed}" / run["run"]
+        (path / "logs").mkdir(parents=True)
+        (path / "launch" / "converted").mkdir(parents=True)
+        (path / "experiment.yaml").write_text(write_experiment(experiment))
+        (path / "environment.json").write_text(json.dumps(run["environment"]))
+        (path / "status.json").write_text(json.dumps({"state": run["status"], "reason": run["reason"]}))
+        if run["in_8_bits"]:
+            (path / "launch" / "converted" / "rank0.json").write_text(json.dumps(run["in_8_bits"]))
+        norms, held_out = dict(run["grad_norm"]), dict(run["held_out"])
+        ended = datetime.fromisoformat(run["ended"])
+        with (path / "logs" / "train.log").open("w") as log:
+            for step, loss in run["loss"]:
+                seconds = run["steps_s"] * (step - run["loss"][-1][0]) / run["loss"][-1][0]
+                head = f"[rank0]:[titan] {ended + timedelta(seconds=seconds):%Y-%m-%d %H:%M:%S},000 - root - INFO - "
+                norm = f"  grad_norm: {norms[step]}" if step in norms else ""
+                log.write(f"{head}step: {step}  loss: {loss}{norm}  memory: {run['memory_gib']}GiB(0%)\n")
+                if step in held_out:
+                    log.write(f"{head}validate step: {step}  loss: {held_out[step]}  memory: 0GiB(0%)  tps: 0\n")
 
 
 def main() -> None:
-    """Train, or pack."""
+    """Train, pack, collect or unfold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["train", "pack"])
-    parser.add_argument("folder", type=Path, help="of the runs")
-    parser.add_argument("archive", type=Path, nargs="?", help="of pack: what to write")
     parser.add_argument("--study", type=Path, default=STUDY)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="runs side by side; default: 1")
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which none starts that would end later")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    training = verbs.add_parser("train", help="train what the results lack")
+    training.add_argument("folder", type=Path, help="of the runs")
+    training.add_argument("--at-once", type=int, default=1, metavar="N", help="runs side by side; default: 1")
+    training.add_argument("--most", type=int, default=1000, metavar="N", help="runs to start; default: all")
+    packing = verbs.add_parser("pack", help="put finished runs into an archive")
+    packing.add_argument("folder", type=Path, help="of the runs")
+    packing.add_argument("archive", type=Path, help="to write")
+    verbs.add_parser("collect", help="renew the results from the archives beside them")
+    unfolding = verbs.add_parser("unfold", help="make run directories of the results")
+    unfolding.add_argument("folder", type=Path, help="for the study's folder")
     options = parser.parse_args()
-    if options.what == "train":
-        train(
-            options.folder,
-            study=options.study,
-            results=options.results,
-            at_once=options.at_once,
-            minutes=options.minutes,
-        )
-    elif options.what == "pack":
+    if options.verb == "train":
+        train(options.folder, study=options.study, results=options.results, at_once=options.at_once, most=options.most)
+    elif options.verb == "pack":
         pack(options.folder, options.archive)
+    elif options.verb == "collect":
+        collect(options.results)
+    else:
+        unfold(options.folder, results=options.results, study=options.study)
 
 
 if __name__ == "__main__":

@@ -186,13 +186,13 @@ def tokenizer_size(experiment: Experiment) -> int:
     """Entries of the tokenizer that an experiment's text is read with.
 
     16B and 671B read C4 with their own, which their vocabulary holds. The default text is read with nano's, so a model
-    with a larger vocabulary soon learns that most of its tokens never come. A folder of text has its own, which is not
-    looked at before the run: 0.
+    with a larger vocabulary soon learns that most of its tokens never come. A folder of text has its own, which may be
+    elsewhere: here it fills the vocabulary, and a run refuses one that is larger.
 
     >>> tokenizer_size(Experiment(model="16B", dataset="c4")), tokenizer_size(Experiment(model="16B"))
     (102400, 2048)
     """
     if experiment.dataset not in ("python", "c4"):
-        return 0
+        return shape_for(experiment).vocab_size
     own = experiment.dataset == "c4" and experiment.model in TOKENIZERS
     return shape_of(experiment.model).vocab_size if own else SHAPES["nano"].vocab_size
