@@ -4,7 +4,20 @@
     python -m moelab.launch.loopback --nproc-per-node 2 benchmarks/all_to_all.py --output dry.json --device cpu
 
 It is notebook 04's experiment (``moelab.micro.exchange``) with a choice of sizes and arms, a sweep of the
-multiprocessors that DeepEP gets, and the bandwidth of plain copies beside it. DeepEP compiles some 70 kernels on the
+multiprocessors that DeepEP gets, the bandwidth of plain copies beside it, and the parts of every operation, watched in
+turns of their own:
+
+``wire``
+    NCCL's or gloo's all-to-all; of DeepEP all but the quantisation, because its kernels write the rows in order.
+``counts``
+    the exchange of counts and their read-back by the host, which the standard all-to-all needs before its sizes are
+    known. Compiled code may gather the rows meanwhile, which then counts here and not as ``permute``.
+``permute``
+    gathers, scatters, scores, in PyTorch.
+``quantise``
+    BF16 to 8 bits with scales.
+
+ DeepEP compiles some 70 kernels on the
 way with ``nvcc``, a second or two each, and keeps them for the next call.
 """
 
@@ -12,12 +25,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels
 from moelab.files import write_json
 from moelab.micro.clock import Marks
@@ -29,8 +45,10 @@ from moelab.micro.exchange import (
     ArmGroup,
     Backend,
     ExchangeArm,
+    Layer,
     World,
     find_deepep,
+    one_turn,
     open_world,
     plan,
     run,
@@ -41,6 +59,63 @@ SM_COUNTS = (8, 16, 24, 32, 64, 96)
 NODE_SIZE = size_of("671B", experts=64, tokens=8192)
 """Eight experts on each of eight GPUs; on request."""
 COPY_BYTES, COPY_REPEATS = 512 << 20, 8
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+
+
+class Watch(TorchDispatchMode):
+    """Marks a clock around every operator that communicates, in compiled code and in gradients, too."""
+
+    def __init__(self, clock: Marks, arm: ExchangeArm) -> None:
+        super().__init__()
+        self.clock = clock
+        self.around = "permute" if arm.backend == "standard" else "wire"
+        self.part = self.around if arm.precision == "bf16" else "quantise"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator; end the part before it and its own if it communicates."""
+        if func is not EXCHANGE and func.namespace != ops.NAMESPACE:
+            return func(*args, **(kwargs or {}))
+        self.clock.mark(self.part)
+        result = func(*args, **(kwargs or {}))
+        counts = func is EXCHANGE and not args[0].is_floating_point()
+        if func is EXCHANGE:
+            result = torch.ops._c10d_functional.wait_tensor(result)  # it has only been queued
+        self.clock.mark("counts" if counts else "wire")
+        self.part = "counts" if counts else self.around  # until the sizes are known on the host
+        return result
+
+
+def watch_parts(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """The column ``parts_us``: the median of each part of every operation, on the slowest rank of each turn."""
+    mine: dict[tuple[str, str], list[dict[str, float]]] = {}
+    clock = Marks(world.device)
+    for turn in range(WARM_UP + repeats):
+        for layer in layers:
+
+            def watched(operation: str, *inputs: torch.Tensor, layer: Layer = layer, turn: int = turn) -> Any:
+                watch = Watch(clock, layer.arm)
+                clock.start(world.meet)
+                with watch:
+                    result = getattr(layer, operation)(*inputs)
+                clock.mark(watch.part)
+                if turn >= WARM_UP:
+                    mine.setdefault((layer.arm.name, operation), []).append(clock.parts_us())
+                return result
+
+            one_turn(layer, watched)
+    columns = {}
+    for name, parts in mine.items():
+        turns = zip(*world.everywhere(parts), strict=True)
+        slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
+        names = dict.fromkeys(part for one in slowest for part in one)
+        medians = {part: round(statistics.median(one[part] for one in slowest), 2) for part in names}
+        columns[name] = {"parts_us": medians}
+    return columns
 
 
 def measure_copies(world: World) -> dict[str, Any]:
@@ -107,7 +182,7 @@ def main() -> None:
     if "deepep" in chosen and options.sms:
         swept = [ExchangeArm(backend="deepep", precision=one, sms=n) for n in options.sms for one in ("bf16", "fp8")]
         groups.append(ArmGroup(size=sizes[0], routing=options.routings[0], arms=tuple(swept)))
-    how: dict[str, Any] = {"compiled": on_gpus and not options.eager, "repeats": options.repeats}
+    how: dict[str, Any] = {"compiled": on_gpus and not options.eager, "repeats": options.repeats, "also": watch_parts}
     report = run(groups, world, options.output, libraries={"deepep": version}, kernels=kernels, **how)
     report["copies"] = measure_copies(world)
     world.say(f"copies: {report['copies']}")

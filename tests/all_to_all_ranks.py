@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from all_to_all import watch_parts
 from dispatcher_ranks import communication, counted_operators
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -60,7 +61,7 @@ def measure(mesh: DeviceMesh, folder: Path) -> dict[str, Any]:
     """Put the experiment through its paces, with files in a folder; returns what this rank saw."""
     group, control = mesh.get_group(), dist.new_group(backend="gloo")
     world = World(device=torch.device("cpu"), group=group, control=control, rank=mesh.get_rank(), ranks=mesh.size())
-    settings: Any = {"libraries": {"deepep": "stand-in"}, "kernels": "emulated", "repeats": 3}
+    settings: Any = {"libraries": {"deepep": "stand-in"}, "kernels": "emulated", "repeats": 3, "also": watch_parts}
     groups = plan([SIZE], ["random_balanced", "round_robin"], ["standard", "deepep"])
 
     def measured(name: str, of: list[ArmGroup] = groups, **options: Any) -> None:

@@ -7,18 +7,6 @@ buffer and with the SM count of training. Dispatch and combine are called, compi
 autograd runs their gradients. Experts, and the scores that moelab's experts apply, are left out. Arms take turns, and
 every arm's tokens are first sent through a round trip whose result is known.
 
-The whole of an operation is timed in turns of their own. In every second turn its parts are watched, too:
-
-``wire``
-    NCCL's or gloo's all-to-all; of DeepEP all but the quantisation, because its kernels write the rows in order.
-``counts``
-    the exchange of counts and their read-back by the host, which the standard all-to-all needs before its sizes are
-    known. Compiled code may gather the rows meanwhile, which then counts here and not as ``permute``.
-``permute``
-    gathers, scatters, scores, in PyTorch.
-``quantise``
-    BF16 to 8 bits with scales.
-
 Bytes are counted from the experts that were drawn, and only those that leave a GPU for another one: a plain all-to-all
 sends a copy of a token for each of its experts, DeepEP one for each *rank* of its experts. Payload is counted, data and
 scales; expert ids, scores and counts are some 1 % more at hidden 7168.
@@ -37,8 +25,7 @@ import importlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -47,7 +34,6 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
@@ -73,7 +59,6 @@ COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300  # a collective that hangs en
 WARM_UP = 2
 TOLERANCE = {"bf16": 0.02, "fp8": 0.06, "mxfp8": 0.06}
 """Relative error (2-norm) of a round trip that is still rounding: BF16 has 8 bits, E4M3 has 4, and both add up."""
-EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 Result = TypeVar("Result")
 
 
@@ -456,79 +441,43 @@ def round_trip(layer: Layer, size: Size, world: World) -> float:
 
 # Time
 
-
-class Watch(TorchDispatchMode):
-    """Marks a clock around every operator that communicates, in compiled code and in gradients, too."""
-
-    def __init__(self, clock: Marks, arm: ExchangeArm) -> None:
-        super().__init__()
-        self.clock = clock
-        self.around = "permute" if arm.backend == "standard" else "wire"
-        self.part = self.around if arm.precision == "bf16" else "quantise"
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code stays compiled under this mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator; end the part before it and its own if it communicates."""
-        if func is not EXCHANGE and func.namespace != ops.NAMESPACE:
-            return func(*args, **(kwargs or {}))
-        self.clock.mark(self.part)
-        result = func(*args, **(kwargs or {}))
-        counts = func is EXCHANGE and not args[0].is_floating_point()
-        if func is EXCHANGE:
-            result = torch.ops._c10d_functional.wait_tensor(result)  # it has only been queued
-        self.clock.mark("counts" if counts else "wire")
-        self.part = "counts" if counts else self.around  # until the sizes are known on the host
-        return result
+Columns = Callable[[Sequence[Layer], World, int], Mapping[tuple[str, str], Mapping[str, Any]]]
+"""Measures more of the layers in so many turns: further columns of a row, by arm and operation."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Times:
-    """Of one operation on one rank, µs."""
+def one_turn(layer: Layer, do: Callable[..., Any]) -> None:
+    """Do the operations of a layer in their order, by ``do(operation, *inputs)``, which calls each and returns it."""
+    layer.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
+    do("dispatch")
+    if layer.arm.operations == ("dispatch",):
+        return
+    # Experts and their gradients would come between: what arrived stands for what they make of it.
+    do("combine", layer.rows_RD())
+    gradients = do("combine_backward", layer.tokens.x_TD.flip(0))
+    do("dispatch_backward", *gradients)
 
-    whole: list[float]  # in each turn
-    parts: list[dict[str, float]]  # in as many turns that were watched
 
-
-def take_turns(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], Times]:
-    """Time the operations of every arm, arm after arm in each turn; by arm and operation."""
-    times: dict[tuple[str, str], Times] = {}
+def take_turns(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], list[float]]:
+    """Time the operations of every arm, arm after arm in each turn: µs of each turn, by arm and operation."""
+    times_us: dict[tuple[str, str], list[float]] = {}
     clock = Marks(world.device)
-
-    def timed(layer: Layer, operation: Operation, watched: bool, *inputs: torch.Tensor) -> Any:
-        watch = Watch(clock, layer.arm)
-        clock.start(world.meet)
-        with watch if watched else nullcontext():
-            result = getattr(layer, operation)(*inputs)
-        clock.mark(watch.part)
-        mine = times.setdefault((layer.arm.name, operation), Times(whole=[], parts=[]))
-        if watched:
-            mine.parts.append(clock.parts_us())
-        else:
-            mine.whole.append(clock.total_us())
-        return result
-
     for turn in range(WARM_UP + repeats):
-        if turn == WARM_UP:
-            times.clear()
-        for watched in (False, True):
-            for layer in layers:
-                layer.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
-                timed(layer, "dispatch", watched)
-                if layer.arm.operations == ("dispatch",):
-                    continue
-                # Experts and their gradients would come between: what arrived stands for what they make of it.
-                timed(layer, "combine", watched, layer.rows_RD())
-                gradients = timed(layer, "combine_backward", watched, layer.tokens.x_TD.flip(0))
-                timed(layer, "dispatch_backward", watched, *gradients)
-    return times
+        for layer in layers:
+
+            def timed(operation: Operation, *inputs: torch.Tensor, layer: Layer = layer, turn: int = turn) -> Any:
+                clock.start(world.meet)
+                result = getattr(layer, operation)(*inputs)
+                clock.mark(operation)
+                if turn >= WARM_UP:
+                    times_us.setdefault((layer.arm.name, operation), []).append(clock.total_us())
+                return result
+
+            one_turn(layer, timed)
+    return times_us
 
 
 def time_group(
-    group: ArmGroup, world: World, *, kernels: EPKernels, compiled: bool, repeats: int
+    group: ArmGroup, world: World, *, kernels: EPKernels, compiled: bool, repeats: int, also: Columns | None
 ) -> list[dict[str, Any]]:
     """Check and time the arms of a group; all ranks call it together and get the same rows of the file."""
     size, tokens = group.size, make_tokens(group.size, group.routing, world)
@@ -551,14 +500,25 @@ def time_group(
         else:
             chosen = {"sms": layer.sms, "sms_chosen_by": "caller" if arm.sms else "library"}
             ready.append((layer, sent_PP, columns | chosen))
-    times = take_turns([layer for layer, *_ in ready], world, repeats)
+    layers = [layer for layer, *_ in ready]
+    times_us = take_turns(layers, world, repeats)
+    more = also(layers, world, repeats) if also else {}
     for layer, sent_PP, columns in ready:
         for operation in layer.arm.operations:
+            # An operation takes as long as on its slowest rank, which is another one in each turn.
+            slowest_us = list(map(max, *world.everywhere(times_us[layer.arm.name, operation])))
             precision = layer.arm.precision if operation == "dispatch" else "bf16"
-            moved = traffic(sent_PP, hidden=size.hidden, precision=precision)
-            of_ranks = [Times(**one) for one in world.everywhere(vars(times[layer.arm.name, operation]))]
-            took = summary(of_ranks)
-            rows.append({**columns, "operation": operation, **took, "repeats": repeats, **moved, "error": None})
+            row = {
+                **columns,
+                "operation": operation,
+                "us_median": round(statistics.median(slowest_us), 2),
+                "us_iqr": round(interquartile_range(slowest_us), 2),
+                "repeats": repeats,
+                **traffic(sent_PP, hidden=size.hidden, precision=precision),
+                **more.get((layer.arm.name, operation), {}),
+                "error": None,
+            }
+            rows.append(row)
     return rows
 
 
@@ -572,20 +532,6 @@ def check(layer: Layer, size: Size, sent_PP: list[list[int]], world: World) -> N
         raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
 
 
-def summary(of_ranks: Sequence[Times]) -> dict[str, Any]:
-    """Median and spread of an operation's time, and the median of each part."""
-    # An operation takes as long as on its slowest rank, which is another one in each turn.
-    whole_us = [max(turn) for turn in zip(*(times.whole for times in of_ranks), strict=True)]
-    turns = zip(*(times.parts for times in of_ranks), strict=True)
-    slowest = [max(turn, key=lambda parts: sum(parts.values())) for turn in turns]
-    names = dict.fromkeys(name for parts in slowest for name in parts)
-    return {
-        "us_median": round(statistics.median(whole_us), 2),
-        "us_iqr": round(interquartile_range(whole_us), 2),
-        "parts_us": {name: round(statistics.median(parts[name] for parts in slowest), 2) for name in names},
-    }
-
-
 def run(
     groups: Sequence[ArmGroup],
     world: World,
@@ -595,6 +541,7 @@ def run(
     kernels: EPKernels = "native",
     compiled: bool = False,
     repeats: int = 10,
+    also: Columns | None = None,
 ) -> dict[str, Any]:
     """Time every group in their order, and write the file after each from the first rank; returns what it has."""
     here = environment()
@@ -616,7 +563,7 @@ def run(
             close_exchanges()  # a training run's buffer is made for one size
             size = group.size
         world.say(f"{group.size.name}, {group.routing}")
-        report["rows"] += time_group(group, world, kernels=kernels, compiled=compiled, repeats=repeats)
+        report["rows"] += time_group(group, world, kernels=kernels, compiled=compiled, repeats=repeats, also=also)
         if world.rank == 0:
             write_json(output, report)
     close_exchanges()

@@ -31,7 +31,7 @@ COMMANDS = {
     ALL_TO_ALL_H200: f"{_LAUNCH} benchmarks/all_to_all.py --output {FOLDER}/{ALL_TO_ALL_H200}.json",
     FULL_NODE: f"python benchmarks/h100_full_node.py --output {FOLDER}/{FULL_NODE}.json",
 }
-_EXCHANGE = ("size", "routing", "arm", "backend", "hidden", "experts", "top_k", "ranks", "tokens", "parts_us")
+_EXCHANGE = ("size", "routing", "arm", "backend", "hidden", "experts", "top_k", "ranks", "tokens")
 COLUMNS = {
     ALL_TO_ALL: _EXCHANGE,
     TWO_BY_TWO: ("shape", "activation_checkpoint", "arm", "routing", "order", "steps", "tps_median", "tps_iqr"),
