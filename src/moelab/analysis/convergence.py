@@ -6,6 +6,7 @@ successive steps are autocorrelated, so a test on steps would count the same evi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,11 @@ from moelab.errors import BadInput
 from moelab.runs.table import merge_segments
 
 BLOW_UP_NATS = 0.5
-"""Above its lowest mean over as many steps, and above what is usual in the arm that rises least: a run that ends there
-diverged, though its loss is finite. A choice."""
+"""A run whose median loss over the final steps is so far above its lowest over as many steps, and above what is usual
+in the arm that rises least, diverged, though its loss is finite. A choice."""
 SPIKE_NATS = 1.0
-"""Above the steps before it: such a step is told of. A choice; spikes of half a nat are usual in rapid trainings."""
+"""A step that is so far above those before it is told of, and is a divergence where it is the last. A choice; spikes of
+half a nat are usual in rapid trainings."""
 _RUN = ["arm", "seed"]  # one of each; a run that is in two sides has two arms
 
 
@@ -68,7 +70,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     """Mean loss of each run over the last part of training, at the steps that all arms logged.
 
     Left out and named are runs that ended early or lack some of these steps. A run diverged if its loss ends or stays
-    not finite, or ends :data:`BLOW_UP_NATS` above where it was. A step at which the loss of a run was not finite, and
+    not finite, or far above where it was. A step at which the loss of a run was not finite, and
     was again afterwards, counts for no run: the text of a step is the same in all.
 
     Raises:
@@ -147,20 +149,19 @@ def _fitted_changes(losses_RS: pd.DataFrame) -> dict[tuple[str, int], float]:
 
 def _blow_ups(merged: pd.DataFrame, first_step: int) -> dict[tuple[str, int], str]:
     """By arm and seed, the runs that end far above where they were, in words."""
-    smoothed: dict[str, pd.DataFrame] = {}
+    usual, above, words = math.inf, dict[tuple[str, int], float](), dict[tuple[str, int], str]()
     for arm, rows in merged.groupby("arm"):
-        losses = rows.pivot(index="step", columns="seed", values="loss")
+        losses = rows.pivot(index="step", columns="seed", values="loss").ffill()
         window = len(losses.loc[first_step:])
-        smoothed[str(arm)] = losses.rolling(window, min_periods=(window + 1) // 2).mean()
-    rises = {arm: means.iloc[-1] - means.min() for arm, means in smoothed.items()}
-    # Text that becomes harder raises the loss of every arm.
-    usual = min((float(rise.median()) for rise in rises.values()), default=0.0)
-    return {
-        (arm, int(seed)): f"loss rose from {means[seed].min():.2f} nats at step {means[seed].idxmin()} to "
-        f"{means[seed].iloc[-1]:.2f} at the end"
-        for arm, means in smoothed.items()
-        for seed in means.columns[rises[arm] > usual + BLOW_UP_NATS]
-    }
+        # Medians: a spike among the last steps, from which the loss came back, is no end.
+        medians = losses.rolling(window, min_periods=(window + 1) // 2).median()
+        # Text that becomes harder raises the loss of every arm.
+        usual = min(usual, float((medians.iloc[-1] - medians.min()).median()))
+        of_seeds = (map(int, losses.columns), medians.idxmin(), medians.min(), medians.iloc[-1], losses.iloc[-1])
+        for seed, step, low, stays, ends in zip(*of_seeds, strict=True):
+            above[str(arm), seed] = max(stays - BLOW_UP_NATS, ends - SPIKE_NATS) - low
+            words[str(arm), seed] = f"loss rose from {low:.2f} nats at step {step} to {ends:.2f} at the end"
+    return {key: words[key] for key, nats in above.items() if nats > usual}
 
 
 def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -> list[Verdict]:
