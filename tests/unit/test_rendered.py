@@ -19,6 +19,7 @@ from PIL import Image
 from moelab.errors import BadInput
 from moelab.notebooks import NotebookFailed, render
 from moelab.privacy import without_secrets
+from moelab.viz.theme import READERS_THEME
 
 REMAKE = "run `make rendered`"
 PLACES = re.compile(r"/(?:home|Users|root|tmp|var|work|mnt|scratch)/\w|site-packages|\.venv/")
@@ -145,3 +146,11 @@ def test_the_command_makes_all_copies_of_one_commit_and_goes_on_after_a_failure(
     assert call(tmp_path, "02_none")[0] == 2
     code, printed = call(Path("/"))
     assert (code, "there are no notebooks here" in printed) == (2, True)
+
+
+def test_a_copy_has_no_style_for_figures_that_it_does_not_have() -> None:
+    style = new_output("display_data", {"text/html": READERS_THEME})
+    table = new_output("display_data", {"text/html": "<table></table>"})
+    cell = new_code_cell("", outputs=[style, table])
+    render.clean(cell, lambda data: data)
+    assert [output.data for output in cell.outputs] == [{"text/html": "<table></table>"}]

@@ -29,7 +29,7 @@ from moelab.errors import BadInput, MoelabError
 from moelab.machine import environment, git_commit, gpus
 from moelab.notebooks.batch import NotebookFailed, execute, read_parameters
 from moelab.privacy import without_places
-from moelab.viz.theme import in_words
+from moelab.viz.theme import READERS_THEME, in_words
 
 FOLDER = "rendered"
 LARGEST_BYTES = 500_000
@@ -148,6 +148,8 @@ def clean(cell: Any, show_figure: Callable[[Any], dict[str, str]]) -> None:
         return
     whole: list[Any] = []  # what was printed in one go as one output: how a kernel cuts it differs from run to run
     for output in cell.outputs:
+        if output.get("data", {}).get("text/html") == READERS_THEME:  # of live figures; a copy has pictures
+            continue
         if output.get("data", {}).pop(WIDGET, None) and "image/png" not in output.data:
             continue
         if whole and "text" in output and output.get("name") == whole[-1].get("name"):

@@ -227,7 +227,7 @@ def template(width: int = NORMAL) -> go.layout.Template:
     )
 
 
-_OF_THE_READER: Final = (
+READERS_THEME: Final = (
     "<style>:is(body[data-jp-theme-light=false] .jp-RenderedPlotly, .vscode-dark) :is(.main-svg, img.plot-img) "
     "{filter: invert(.93) hue-rotate(180deg)}</style>"
 )
@@ -244,7 +244,7 @@ class NotebookRenderer(MimetypeRenderer):  # type: ignore[misc] # plotly has no 
         """What Jupyter stores, by MIME type; a style stands before it, as JupyterLab shows one type of an output."""
         from IPython.display import display
 
-        display({"text/html": _OF_THE_READER}, raw=True)
+        display({"text/html": READERS_THEME}, raw=True)
         kinds = ["plotly_mimetype", *(["png"] if can_draw_png() else [])]
         return {mime: data for kind in kinds for mime, data in pio.renderers[kind].to_mimebundle(fig_dict).items()}
 
