@@ -949,7 +949,8 @@ def _traced(explained: Explanation, arms: Sequence[Experiment]) -> Experiment:
     ]
     if len(arms) > 1 and len(alike) != 1:
         names = ", ".join(one.arm for one in alike or arms)
-        raise BadInput(f"the trace may be of several arms of {arms[0].name}; name the traced one with --arm: {names}")
+        may_be = "may be of several arms" if alike else "quantises and exchanges as no arm"
+        raise BadInput(f"the trace {may_be} of {arms[0].name}; name the traced one with --arm: {names}")
     return arms[0] if len(arms) == 1 else alike[0]
 
 

@@ -276,6 +276,8 @@ def test_a_trace_finds_the_arm_that_it_is_of() -> None:
     both = Study.of("traced", **{"hardware": "h200_node"}, arms=["bf16", {"lr": 1.0e-4}])
     with pytest.raises(BadInput, match="may be of several arms of traced; name the traced one with --arm: "):
         explain(MEASURED / "trace_two_h200_full_standard.json.gz", against=both)
+    with pytest.raises(BadInput, match="exchanges as no arm of traced"):
+        explain(MEASURED / "trace_two_h200_full_fp8_deepep.json.gz", against=both)
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda file: file.name)
