@@ -63,7 +63,7 @@ VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia
 
 def report_figures(judged: Report) -> list[Any]:
     """The figures of a report with their captions."""
-    from moelab.viz import Figure  # here and below where it draws: a verdict in a terminal needs no plotly
+    from moelab.viz.report import Figure  # here and below where it draws: a verdict in a terminal needs no plotly
 
     drawn = [*_loss_figures(judged), *_speed_figures(judged), *_training_figures(judged), *_traced_figures(judged)]
     return [Figure(caption=caption, figure=figure) for caption, figure in drawn]
@@ -76,7 +76,7 @@ def report_tables(judged: Report) -> list[Any]:
 
 def settings_table(judged: Report) -> Any:
     """What differs between the configurations, a column for each side; None of one side alone."""
-    from moelab.viz import Table
+    from moelab.viz.report import Table
 
     if not judged.others:
         return None
@@ -133,7 +133,7 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
         path: file to write.
         with_paths: leave folders, host and user names in it.
     """
-    from moelab.viz import write_report
+    from moelab.viz.report import write_report
 
     return write_report(
         path,
@@ -156,7 +156,7 @@ def verdicts_figure(judged: Report) -> Any:
     Raises:
         BadInput: there is no verdict.
     """
-    from moelab.viz import verdict_intervals
+    from moelab.viz.study import verdict_intervals
 
     if not judged.verdicts:
         raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
@@ -183,7 +183,8 @@ def loss_figure(judged: Report) -> Any:
     Raises:
         BadInput: no run logged a loss.
     """
-    from moelab.viz import compare, loss_curves
+    from moelab.viz import compare
+    from moelab.viz.study import loss_curves
 
     note, final_fraction = judged.loss_note, judged.final_fraction
     if judged.study is not None:
@@ -213,7 +214,8 @@ def throughput_figure(judged: Report) -> Any:
     Raises:
         BadInput: no run has a speed after its warm-up.
     """
-    from moelab.viz import compare, throughput_bars
+    from moelab.viz import compare
+    from moelab.viz.study import throughput_bars
 
     if judged.study is not None:
         # Bars are drawn for emulated arms too, but no gain of theirs.
@@ -227,7 +229,8 @@ def throughput_figure(judged: Report) -> Any:
 
 def _loss_figures(judged: Report) -> Iterator[tuple[str, Any]]:
     """Captions and figures of the loss: curves, differences paired by seed, then those of one run against another."""
-    from moelab.viz import compare, loss_difference
+    from moelab.viz import compare
+    from moelab.viz.study import loss_difference
 
     if len(judged.verdicts) > 1:
         yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
@@ -290,7 +293,7 @@ def _traced_figures(judged: Report) -> Iterator[tuple[str, Any]]:
 
 def _study_tables(judged: Report) -> Iterator[Any]:
     """The runs that are judged, those that are not, and what of the judged ones multiplies in 8 bits."""
-    from moelab.viz import Table
+    from moelab.viz.report import Table
 
     medians = {(arm.arm, seed): tps for arm in judged.throughput for seed, tps in arm.tps_by_seed.items()}
     tps = f"tokens/s {judged.rank_words}"
@@ -338,7 +341,7 @@ def _seed_name(seed: int | None) -> str | None:
 
 def _side_tables(judged: Report) -> Iterator[Any]:
     """The runs, their step times and their MFU."""
-    from moelab.viz import Table
+    from moelab.viz.report import Table
 
     sides = judged.sides
     columns = {  # and the digits after the point

@@ -1,25 +1,75 @@
-"""Figures, the report of a study and the layout explorer: tables and layouts in, plotly figures and HTML out."""
+"""Figures, the report of a study and the explorers: tables and layouts in, plotly figures and HTML out."""
 
-from moelab.viz.layout import LayoutExplorer, best_layouts, memory_bars, mesh_map, pipeline_schedule, technique_gains
-from moelab.viz.report import Figure, Table, write_report
-from moelab.viz.study import loss_curves, loss_difference, throughput_bars, verdict_intervals
-from moelab.viz.theme import arm_styles, use_in_notebooks
+import lazy_loader
 
-__all__ = [
-    "Figure",
-    "LayoutExplorer",
-    "Table",
-    "arm_styles",
-    "best_layouts",
-    "loss_curves",
-    "loss_difference",
-    "memory_bars",
-    "mesh_map",
-    "pipeline_schedule",
-    "technique_gains",
-    "throughput_bars",
-    "verdict_intervals",
-    "write_report",
-]
+from moelab.viz.theme import use_in_notebooks
 
 use_in_notebooks()
+
+# What notebooks and scripts import from here, loaded on first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "deepep": [
+            "exchange_table",
+            "gather_bars",
+            "operation_times",
+            "quoted_bandwidths",
+            "sm_sweep",
+            "two_by_two_dots",
+        ],
+        "explain": [
+            "answer_table",
+            "beside_predicted",
+            "communication_bars",
+            "idle_bars",
+            "rate_bars",
+            "step_bars",
+            "timeline",
+        ],
+        "grouped_gemm": ["ExpertExplorer", "LABELS", "gain_map", "measured_speedups", "predicted_speedups"],
+        "layout": ["LayoutExplorer", "best_layouts", "memory_bars", "mesh_map", "pipeline_schedule", "technique_gains"],
+        "live": ["LiveView", "simulated_view"],
+        "mxfp8": [
+            "Choice",
+            "QuantisationExplorer",
+            "largest_number_error",
+            "method_errors",
+            "mxfp8_path",
+            "product_errors",
+            "stored_figure",
+        ],
+        "projection": [
+            "ProjectionExplorer",
+            "arm_breakdowns",
+            "arm_table",
+            "arms_beside_projection",
+            "deepep_gain_by_routing",
+            "gains_and_interaction",
+            "step_breakdown",
+            "waterfall_bars",
+        ],
+        "report": ["Figure", "Table", "write_report"],
+        "study": [
+            "loss_curves",
+            "loss_difference",
+            "published_bars",
+            "throughput_bars",
+            "verdict_examples",
+            "verdict_intervals",
+        ],
+        "table": ["Folded", "as_table"],
+        "theme": ["arm_styles"],
+        "traffic": [
+            "METHOD_LABELS",
+            "ROUTING_LABELS",
+            "TrafficExplorer",
+            "bytes_by_ep",
+            "destination_histogram",
+            "forwarding",
+            "saving_by_routing",
+            "traffic_matrix",
+        ],
+        "validation": ["part_strips", "row_words", "step_strips"],
+    },
+)
