@@ -15,25 +15,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.data import read_yaml
-from moelab.experiment import EPBackend
-from moelab.hardware import B200, GPUS, NIC_400G
+from moelab.experiment import EPBackend, Precision
+from moelab.hardware import B200, GPUS, NIC_400G, Node
+from moelab.layout.sharding import Degrees
 from moelab.micro.grouped_gemm import Case as Size
 from moelab.micro.grouped_gemm import GroupedPrecision
-from moelab.model import BYTES_PER_ELEMENT, shape_of
+from moelab.model import BYTES_PER_ELEMENT, ModelShape, shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row, load_measured
-from moelab.planning.memory.activations import BF16
+from moelab.planning.memory.activations import BF16, Work
 from moelab.planning.tables import ValidationRow
 from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.exchange import (
     PERMUTATIONS,
     QUOTED,
     QuotedBandwidth,
-    exchange_job,
     exchange_time_s,
-    hybridep_shares,
 )
 from moelab.planning.time.gemm import Rates, grouped_time_s, rates_of
+from moelab.planning.time.job import Job, Stack
 from moelab.planning.time.memory_bound import memory_rate
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 
@@ -44,6 +43,9 @@ DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiment
 DATES = {"V1": "2025-02", "V2": "2026-03"}
 EP_ROWS = 131_072
 """Rows of torchao's pipeline and MoE layers; its README gives ``total_M`` 131,072."""
+DEEPEP_ALONE_S = 346e-6
+"""An exchange of DeepEP alone beside its bytes: notification and the host's wait (``all_to_all_h100.json``:
+``deepep bf16 dense`` on the wire, less its bytes)."""
 Predict = Callable[[Calibration], float]
 Inputs = Mapping[str, Any]
 
@@ -71,7 +73,6 @@ def all_parts() -> Iterator[Part]:
     yield from torchao_kernels()
     yield from noted("destinations")
     yield from deepep_bandwidths()
-    yield from hybridep_bandwidth()
     yield from noted("product")
     yield from noted("grouped rate")
     yield from h100_kernels()
@@ -115,18 +116,6 @@ def deepep_bandwidths() -> Iterator[Part]:
                 _logical_gb_s(row), fitted=seen, source=DEEPEP, name=name, unit="logical GB/s", measured=value,
                 date=DATES[row.version], reference=row.source,
             )  # fmt: skip
-
-
-def hybridep_bandwidth() -> Iterator[Part]:
-    """The row of HybridEP's table that nothing was read off: 8 × B200, the mean of there and back."""
-    table = read_yaml("deepep_bandwidth.yaml")["hybridep"]
-    row = next(row for row in table["rows"] if row["gpu"] == "B200")
-    share, _ = hybridep_shares(row["ranks"], row["ranks"])
-    logical = share * float(B200.nvlink_gb_s or 0) / (1 - 1 / row["ranks"])
-    yield part(
-        lambda _: logical, source="HybridEP", name=f"B200, EP {row['ranks']}, {row['sms']} SMs", unit="logical GB/s",
-        measured=(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2, date="2025-09", reference=table["source"],
-    )  # fmt: skip
 
 
 def h100_kernels() -> Iterator[Part]:
@@ -226,9 +215,30 @@ def _wire(gpu: str, row: Row) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
-        return 1e6 * (exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"], alone=True) + copies * copy_s)
+        wire_s = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
+        if job.work.backend is EPBackend.DEEPEP:  # alone its kernel waits for the host; in a step the GPU does
+            wire_s += DEEPEP_ALONE_S - float(calibration.deepep_s)
+        return 1e6 * (wire_s + copies * copy_s)
 
     return predict
+
+
+def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
+    """As much of a job as an exchange alone needs, on one node of eight GPUs."""
+    return Job(
+        shape=shape,
+        node=Node(gpu=GPUS[gpu], gpus=8),
+        stack=Stack(name="part", permutation="standard compiled"),
+        work=Work(tokens=tokens, ep=ep),
+        seq_len=4096,
+        microbatches=1,
+        schedule="1F1B",
+        stages=(),
+        stages_of_rank=((0,),),
+        degrees=Degrees(1, ep, 1, ep, 1),
+        precision=Precision.BF16,
+        routing=RoutingModel(kind="random_balanced"),
+    )
 
 
 def _pipeline(inputs: Inputs) -> Predict:

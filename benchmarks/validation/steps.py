@@ -40,7 +40,7 @@ from moelab.model.hugging_face import read_model
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
 from moelab.planning.tables import ValidationRow
-from moelab.planning.time.job import MEGATRON, Job, Stack, job_of, titan
+from moelab.planning.time.job import Job, Stack, job_of, titan
 
 from .full_node import node_job
 from .node import hardware_of, node_results
@@ -51,6 +51,16 @@ HERE = Path(__file__).parent
 ROW_CELLS = ("source", "name", "date", "kind", "unit", "inferred", "reference")
 IN_MEGATRON = ("mla", "mla+mlp", "norm+act")
 """Checkpointing that an experiment has no word for."""
+MEGATRON = Stack(
+    name="Megatron-LM",
+    attention="fused",
+    expert_gemm="library",
+    permutation="fused",
+    loss_chunks=1,
+    host="library",
+    distributed_optimizer=True,
+)
+"""With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
 
 
 @dataclass(frozen=True, kw_only=True)

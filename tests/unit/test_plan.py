@@ -118,7 +118,7 @@ def test_memory_is_that_of_the_estimate_and_the_buffer_of_deepep_follows_the_mic
     assert (buffer["tokens"], buffer["ranks"], buffer["nvlink_ranks"]) == (8192 // 2, 32, 8)
     assert {row["parts_gib"]["dispatch buffers"] for row in memory} == {round(buffer["bytes"] / 2**30, 3)}
     lines = [line for line in call("plan", file, *changed(**fields)).out.splitlines() if line.startswith("buffer")]
-    assert f"deepep {buffer['bytes'] / 2**30:.2f} GiB per GPU" in lines[0]
+    assert f"DeepEP {buffer['bytes'] / 2**30:.2f} GiB per GPU" in lines[0]
     assert "4,096 tokens of a micro-batch" in lines[0]
     twice = call("plan", file, *changed(**fields, microbatch=2), "--json").json["dispatch_buffer"]
     assert twice["tokens"] == 2 * buffer["tokens"]

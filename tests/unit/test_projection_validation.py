@@ -41,7 +41,7 @@ from validation.table import (
 )
 
 from moelab.analysis.published import THROUGHPUT
-from moelab.analysis.two_by_two import CODE, arm_results
+from moelab.analysis.two_by_two import CODE, STOCK_CHECKPOINTING, arm_results
 from moelab.experiment import Precision, Routing
 from moelab.model import shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
@@ -62,6 +62,8 @@ from moelab.planning.tables import (
 from moelab.planning.time.calibration import CALIBRATION, fitted, with_values
 from moelab.planning.time.gemm import products_by_module
 from moelab.planning.time.job import INDEX, PART_SPREAD, PASS_INDEX
+from moelab.planning.time.step import step_parts_s
+from moelab.planning.trust import gain_interval
 
 ROOT = Path(__file__).parents[2]
 RESULTS, MEASURED = ROOT / "benchmarks" / "results", ROOT / "src" / "moelab" / "data" / "measured"
@@ -231,6 +233,27 @@ def test_goals_are_judged_by_the_rows_that_they_name_and_stay_met() -> None:
     # an interval that holds every row says nothing
     perfect = [replace(row, predicted=row.measured, interval=(row.measured / 1.2, row.measured * 1.2)) for row in ROWS]
     assert [one["goal"] for one in goals(perfect) if one[""] != "met"] == ["public steps in their 90 % interval"]
+
+
+def test_measured_gains_lie_in_their_intervals() -> None:
+    """Of arms that multiply or send otherwise than stock, under the same checkpointing and routing."""
+    results = [one for one in arm_results(load_measured(TWO_BY_TWO).rows) if one.code in (None, CODE)]
+    results = [one for one in results if not one.retries and "no-host-sync" not in one.arm]
+    own = [step.job for step in steps() if step.row.name.startswith("two by two")]
+    arms = {
+        (one.shape, one.activation_checkpoint, one.routing, one.arm): (one, job)
+        for one, job in zip(results, own, strict=True)
+    }
+    inside = []
+    for (shape, checkpointing, routing, _), (one, job) in arms.items():
+        alike = STOCK_CHECKPOINTING.get(checkpointing, checkpointing)
+        stock = arms.get((shape, alike, routing, one.stock or ""))
+        if one.ratio and stock and one.arm != one.stock and job != stock[1]:
+            parts_s = step_parts_s(job, CALIBRATION), step_parts_s(stock[1], CALIBRATION)
+            gain = gain_interval(job, stock[1], parts_s)
+            inside.append(gain.low <= 100 * (one.ratio - 1) <= gain.high)
+    assert len(inside) > 40
+    assert 0.85 < statistics.fmean(inside) < 1
 
 
 def test_memory_of_others_and_the_spread_of_all_to_alls_are_met() -> None:

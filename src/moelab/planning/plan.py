@@ -80,7 +80,10 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on the layout, and on memory where nothing can be said of it."""
+        """Notes on the layout, and on what is not known of its memory."""
+        if self.memory is not None and self.experiment.ep_backend in (EPBackend.HYBRIDEP, EPBackend.MINIMAL_ASYNC_EP):
+            backend = self.experiment.ep_backend.value
+            return (*self.verdict.notes, f"memory: the buffers of {backend} are not modelled, and come on top")
         if self.memory is None or self.fits is not None:
             return self.verdict.notes
         gpu = gpu_of(self.experiment.hardware)
@@ -354,9 +357,8 @@ def memory_lines(plan: Plan) -> list[str]:
     domains = buffer.ranks // buffer.nvlink_ranks
     kind = "nodes" if buffer.nvlink_ranks <= plan.experiment.gpus_per_node else "NVLink domains"
     where = f"{buffer.ranks} ranks" + (f" on {domains} {kind}" if domains > 1 else "")
-    size = f"{buffer.backend.value} {buffer.size_bytes / 2**30:.2f} GiB per GPU, outside of PyTorch's allocator"
-    stand_in = "" if buffer.exact else " (a stand-in until it has been measured)"
-    return lines + rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}{stand_in}"])
+    size = f"DeepEP {buffer.size_bytes / 2**30:.2f} GiB per GPU, outside of PyTorch's allocator"
+    return lines + rows("buffer", [f"{size}: {buffer.tokens:,} tokens of {batch} between {where}"])
 
 
 def model_text(model: HuggingFaceModel) -> str:

@@ -8,7 +8,7 @@ of what the model was validated on says so in its label and in ``outside``, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment, Precision
 from moelab.hardware import PROFILES, Cluster, Node, SourcedNumber, cluster_of, gpu_of, has_native_mxfp8
 from moelab.launch.requirements import Foreseen
-from moelab.layout import check
+from moelab.layout import LayoutCheck, check
 from moelab.layout.mesh import divisors, nvlink_ranks
 from moelab.model import flops_per_token, shape_for
 from moelab.planning.memory import MemoryConstants, estimate, memory_constants
@@ -174,8 +174,15 @@ def project(
             "computed": flops_per_token(job.shape, round(2 * job.keys), causal=True),
         },
         outside=outside(job),
-        notes=tuple(note for note in verdict.notes if note.startswith("traffic")),  # the others do not bear on speed
+        notes=tuple(_notes(verdict, job)),
     )
+
+
+def _notes(verdict: LayoutCheck, job: Job) -> Iterator[str]:
+    """What bears on the speed and is not a matter of range."""
+    yield from (note for note in verdict.notes if note.startswith("traffic"))
+    if job.pp == 1 and job.microbatches > 1:
+        yield "gradients accumulate without a pipeline: measured steps of another stack do so, none of TorchTitan"
 
 
 def foresee(experiment: Experiment) -> Foreseen:

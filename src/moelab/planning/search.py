@@ -36,7 +36,8 @@ PROJECTED = 400
 """Layouts that are projected at most."""
 MOST_TOKENS_AT_ONCE = 2**17
 """Of a rank: products and exchanges of more tokens are no more efficient, and hold more memory."""
-MOST_GPUS = 2**17
+MOST_GPUS, MOST_SEQUENCES = 2**17, 2**20
+"""Of a search: more of either, in a step, no training has."""
 DOUBLINGS = 8
 """How often the nodes are doubled to find how many it would take."""
 
@@ -139,6 +140,10 @@ def search(
     cluster = cluster or cluster_of(experiment.hardware)
     experiment = on_cluster(experiment, cluster)  # rules and memory are those of the GPU that is asked about
     batch = global_batch or experiment.global_batch
+    if batch > MOST_SEQUENCES:
+        raise BadInput(
+            f"a search is of at most {MOST_SEQUENCES:,} sequences a step, and this has {batch:,}: lower them"
+        )
     grid = _Grid(experiment, cluster, frozenset(fixed), batch, calibration)
     legal = grid.legal()
     fitting: list[Candidate] = []
@@ -268,7 +273,7 @@ class _Grid:
     def _most_tps(self, one: _Layout) -> float:
         """At most what the low end of a layout's interval is, the schedule's bubble aside; tokens/s per GPU."""
         alike = (one.tp, one.cp, one.ep, one.microbatch, one.activation_checkpoint)
-        more = (*alike, one.pp > 1, one.microbatch < one.local_batch)  # what is extrapolated depends on that too
+        more = (*alike, one.pp > 1)  # what is extrapolated depends on that too
         if more not in self._widths:
             facts = one.facts(self.given)
             job = job_of(facts.experiment, resolve(facts), self.cluster.node)

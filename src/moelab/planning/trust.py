@@ -117,10 +117,6 @@ def outside(job: Job) -> tuple[str, ...]:
             f"{parameters / 1e9:,.0f} G parameters without a pipeline: validated up to "
             f"{MOST_WITHOUT_PIPELINE / 1e9:.0f} G",
         ),
-        (
-            titan and job.pp == 1 and job.microbatches > 1,
-            "gradients accumulated without a pipeline: no public step of TorchTitan does so",
-        ),
         (work.tp > MOST_TP, f"tensor parallelism over {work.tp} GPUs: validated up to {MOST_TP}"),
         (work.cp > 1, "context parallelism: never validated"),
         (work.ep == 1 and work.tp > 1, "experts split by tensor parallelism (ep 1): never validated"),
@@ -134,7 +130,10 @@ def outside(job: Job) -> tuple[str, ...]:
         ),
         (job.precision is Precision.FP8 and is_blackwell(node.gpu), "FP8 on Blackwell: its rates were never measured"),
         (job.emulated and is_blackwell(node.gpu), "emulated MXFP8 on Blackwell: validated on H100"),
-        (work.backend is EPBackend.MINIMAL_ASYNC_EP, "minimal_async_ep: modelled as DeepEP"),
+        (
+            titan and work.backend in (EPBackend.HYBRIDEP, EPBackend.MINIMAL_ASYNC_EP),
+            f"{work.backend.value} is not modelled: it is taken to be as fast as DeepEP",
+        ),
         (
             work.imbalance > MOST_IMBALANCE,
             f"a busiest rank with {work.imbalance:.2f} x the mean load: validated up to {MOST_IMBALANCE:g} x",

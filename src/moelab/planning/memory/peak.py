@@ -108,19 +108,17 @@ memory_constants = MemoryConstants(
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchBuffer:
-    """What a dispatcher allocates on each rank."""
+    """What DeepEP allocates on each rank: its own arithmetic."""
 
-    backend: EPBackend
     size_bytes: int  # of everything that it allocates
     tokens: int  # that a rank dispatches at a time
     ranks: int
     nvlink_ranks: int  # those of them that NVLink joins
-    exact: bool  # whether ``size_bytes`` is the dispatcher's own arithmetic
 
     def to_json(self) -> dict[str, Any]:
         """For a program."""
-        rest = {name: getattr(self, name) for name in ("tokens", "ranks", "nvlink_ranks", "exact")}
-        return {"dispatcher": self.backend.value, "bytes": self.size_bytes, **rest}
+        rest = {name: getattr(self, name) for name in ("tokens", "ranks", "nvlink_ranks")}
+        return {"dispatcher": EPBackend.DEEPEP.value, "bytes": self.size_bytes, **rest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,34 +465,16 @@ class Moments:
 
 
 def dispatch_buffer(experiment: Experiment, layout: Layout, shape: ModelShape, work: Work) -> DispatchBuffer | None:
-    """The buffer of an experiment's dispatcher; None where it has none.
-
-    For ``minimal_async_ep`` it is TorchTitan's arithmetic (``torchtitan/distributed/minimal_async_ep/api.py`` at 0.3.0:
-    two buffers for every row that could arrive). For HybridEP one BF16 row for each token of each rank, each way,
-    stands in until it has been measured. DeepEP's emulation has no buffer.
-    """
-    backend, ranks, tokens = experiment.ep_backend, layout.ep, work.routed_tokens
-    emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
-    if backend is EPBackend.STANDARD or ranks == 1 or emulated:
+    """DeepEP's buffer; None of other dispatchers, whose own are not modelled, and of its emulation, which has none."""
+    ranks, tokens = layout.ep, work.routed_tokens
+    if experiment.ep_backend is not EPBackend.DEEPEP or experiment.ep_kernels == "emulated" or ranks == 1:
         return None
     # Domains of one size: the largest that NVLink joins and that divides the group.
     joined = math.gcd(ranks, nvlink_ranks(experiment, ranks))
-    rows = ranks * tokens
-    if backend is EPBackend.DEEPEP:
-        size = WORKSPACE_BYTES + deepep_buffer_bytes(
-            tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=joined
-        )
-    else:
-        copies = min(shape.top_k, shape.num_experts // ranks) if backend is EPBackend.MINIMAL_ASYNC_EP else 1
-        size = 2 * rows * copies * shape.dim * BF16
-    return DispatchBuffer(
-        backend=backend,
-        size_bytes=size,
-        tokens=tokens,
-        ranks=ranks,
-        nvlink_ranks=joined,
-        exact=backend is not EPBackend.HYBRIDEP,
+    size = WORKSPACE_BYTES + deepep_buffer_bytes(
+        tokens=tokens, dim=shape.dim, top_k=shape.top_k, ranks=ranks, nvlink_ranks=joined
     )
+    return DispatchBuffer(size_bytes=size, tokens=tokens, ranks=ranks, nvlink_ranks=joined)
 
 
 def deepep_buffer_bytes(*, tokens: int, dim: int, top_k: int, ranks: int, nvlink_ranks: int) -> int:

@@ -80,7 +80,6 @@ class Calibration:
     deepep_v1_network: Constant
     deepep_nvlink: Constant
     deepep_s: Constant
-    deepep_alone_s: Constant
     collective_s: Constant
     optimizer_bytes: Constant
     fsdp_copy_bytes: Constant

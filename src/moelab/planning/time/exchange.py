@@ -20,10 +20,10 @@ fused                  one copy each (TransformerEngine's fused permutation)
 DeepEP publishes bandwidths and counts *logical* bytes: a token once for each destination, those that never leave the
 node included. With N nodes a share of 1/N stays, so the network carries 1 − 1/N of the figure.
 
-HybridEP has a table of its own, on NVLink up to 36 ranks and over InfiniBand up to 8 nodes; its shares are read off it.
+HybridEP and ``minimal_async_ep`` are not modelled; a projection of them is DeepEP's and says so.
 
 References:
-    ``deepseek-ai/DeepEP``, README (V2), ``docs/legacy.md`` (V1) and, on its branch hybrid-ep, HybridEP's README.
+    ``deepseek-ai/DeepEP``, README (V2), ``docs/legacy.md`` (V1).
 """
 
 from __future__ import annotations
@@ -33,19 +33,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from moelab.data import read_yaml
-from moelab.experiment import EPBackend, Precision
-from moelab.hardware import GPUS, NIC_400G, Node, SourcedNumber
-from moelab.layout.sharding import Degrees
-from moelab.model import BYTES_PER_ELEMENT, ModelShape
-from moelab.planning.memory.activations import BF16, Work
+from moelab.experiment import EPBackend
+from moelab.model import BYTES_PER_ELEMENT
+from moelab.planning.memory.activations import BF16
 from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.gemm import sms_of
-from moelab.planning.time.job import PASS_INDEX, Job, PassName, Stack, Times, add_both_ways
+from moelab.planning.time.job import PASS_INDEX, Job, PassName, Times, add_both_ways
 from moelab.planning.time.memory_bound import memory_rate
-from moelab.planning.time.routing import RoutingModel
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,11 +118,8 @@ PERMUTATIONS = {
 }
 
 
-def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *, alone: bool = False) -> float:
-    """Seconds that one exchange is on its wires.
-
-    ``alone``, it is DeepEP's kernel that waits for the host; in a step the GPU does, and that is no part of it.
-    """
+def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) -> float:
+    """Seconds that one exchange is on its wires."""
     if job.work.ep == 1:
         return 0.0
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
@@ -137,8 +129,6 @@ def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float, *,
         job.rows_sent.network * row_bytes / network_gb_s,
     )
     standard = job.work.backend is EPBackend.STANDARD
-    if alone and not standard:
-        return max(nvlink_s, network_s) / 1e9 + float(calibration.deepep_alone_s)
     latency = calibration.collective_s if standard or job.stack.host == "graphs" else calibration.deepep_s
     return max(nvlink_s, network_s) / 1e9 + float(latency)
 
@@ -149,38 +139,8 @@ def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
     if job.work.backend is EPBackend.STANDARD:
         pair = float(calibration.nccl_pair) if min(job.work.ep, job.node.gpus) == 2 else 1.0
         return nvlink * float(calibration.nccl_nvlink) * pair, network * float(calibration.nccl_network)
-    if job.work.backend is EPBackend.HYBRIDEP:
-        on_nvlink, on_network = hybridep_shares(job.work.ep, job.node.gpus)
-        return nvlink * on_nvlink, network * on_network
     share = calibration.deepep_v1_network if job.stack.deepep_v1 else calibration.deepep_network
     return nvlink * float(calibration.deepep_nvlink), network * float(share)
-
-
-def hybridep_shares(ep: int, joined: int) -> tuple[float, float]:
-    """Shares of the datasheets' NVLink and network that HybridEP reaches on the wire; NVLink has ``joined`` ranks.
-
-    Between what its table has, shares go linearly; beyond its ends, as at its ends.
-    """
-    ranks = min(ep, joined)
-    return float(np.interp(ranks, *_HYBRIDEP["ranks"])), float(np.interp(ep / ranks, *_HYBRIDEP["nodes"]))
-
-
-def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
-    """As much of a job as an exchange alone needs, on one node of eight GPUs."""
-    return Job(
-        shape=shape,
-        node=Node(gpu=GPUS[gpu], gpus=8),
-        stack=Stack(name="part", permutation="standard compiled"),
-        work=Work(tokens=tokens, ep=ep),
-        seq_len=4096,
-        microbatches=1,
-        schedule="1F1B",
-        stages=(),
-        stages_of_rank=((0,),),
-        degrees=Degrees(1, ep, 1, ep, 1),
-        precision=Precision.BF16,
-        routing=RoutingModel(kind="random_balanced"),
-    )
 
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
@@ -254,17 +214,3 @@ class QuotedBandwidth:
 _DEEPEP = read_yaml("deepep_bandwidth.yaml")
 QUOTED = tuple(QuotedBandwidth(**row, source=_DEEPEP["sources"][row["version"]]) for row in _DEEPEP["rows"])
 """DeepEP's tables."""
-
-
-def _shares_of_hybridep(places: str, gpu: str, peak: SourcedNumber | None) -> tuple[list[int], list[float]]:
-    """Ranks or nodes of the table, and the mean of both directions there, of the datasheet's."""
-    rows = [row for row in _DEEPEP["hybridep"]["rows"] if row["gpu"] == gpu and places in row]
-    both = [(row["dispatch_gb_s"] + row["combine_gb_s"]) / 2 for row in rows]
-    at = [row[places] for row in rows]
-    return at, [rate * (1 - 1 / n) / float(peak or 1) for n, rate in zip(at, both, strict=True)]
-
-
-_HYBRIDEP = {
-    "ranks": _shares_of_hybridep("ranks", "GB200", GPUS["GB200"].nvlink_gb_s),
-    "nodes": _shares_of_hybridep("nodes", "H100", NIC_400G),
-}

@@ -68,7 +68,7 @@ class Stack:
 def titan(experiment: Experiment) -> Stack:
     """TorchTitan 0.3.0 with moelab's dispatchers, as an experiment sets it up."""
     compiled = experiment.compile == "model+loss"
-    deepep = experiment.ep_backend in (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
+    deepep = experiment.ep_backend is not EPBackend.STANDARD
     attentions: dict[str, Literal["flex", "flex tiles"]] = {"flex": "flex", "flex_tiles": "flex tiles"}
     return Stack(
         name="TorchTitan",
@@ -78,18 +78,6 @@ def titan(experiment: Experiment) -> Stack:
         low_linears=experiment.quantize == "experts+linears",
         permutation="deepep expanded" if deepep else "standard compiled" if compiled else "standard",
     )
-
-
-MEGATRON = Stack(
-    name="Megatron-LM",
-    attention="fused",
-    expert_gemm="library",
-    permutation="fused",
-    loss_chunks=1,
-    host="library",
-    distributed_optimizer=True,
-)
-"""With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
 
 
 PART_SPREAD = {
@@ -148,7 +136,7 @@ METHOD_OF_BACKEND: dict[EPBackend, Method] = {
     EPBackend.STANDARD: "standard",
     EPBackend.DEEPEP: "deepep_hybrid",
     EPBackend.HYBRIDEP: "deepep_hybrid",
-    EPBackend.MINIMAL_ASYNC_EP: "deepep_direct",
+    EPBackend.MINIMAL_ASYNC_EP: "deepep_hybrid",
 }
 """How each dispatcher sends tokens."""
 
@@ -230,7 +218,7 @@ class Job:
     @property
     def waits_for_counts(self) -> bool:
         """Whether the host waits at each dispatch until it knows how many rows come."""
-        return self.work.ep > 1 and self.stack.host != "graphs" and self.work.backend is not EPBackend.MINIMAL_ASYNC_EP
+        return self.work.ep > 1 and self.stack.host != "graphs"
 
     @property
     def keeps_exchange(self) -> bool:

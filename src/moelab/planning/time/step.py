@@ -188,12 +188,6 @@ def work_s(job: Job, calibration: Calibration) -> float:
     return sum(layers.get(kind, 1) * float(table.sum()) for kind, table in modules.items())
 
 
-def expert_s(job: Job, calibration: Calibration) -> float:
-    """Seconds of the routed experts' products and casts in one layer and micro-batch, all passes together."""
-    times = module_times(job, calibration)["moe"]
-    return float(times[:, [INDEX["expert GEMMs"], INDEX["quantisation"]]].sum())
-
-
 def _message_s(job: Job, calibration: Calibration) -> float:
     """Activations from one stage to the next; neighbours lie on other nodes where the stages fill theirs."""
     if job.pp == 1:
