@@ -1,4 +1,7 @@
-"""Remove from a text what it says about the machine and the person behind it, before it is shared.
+"""The door of what is shown: a text leaves without secrets, and before it is shared without machine and person.
+
+Whatever a terminal, a notebook, a page or JSON shows of a log, of a file or of a name on disk goes through
+:func:`without_secrets`, or through :func:`one_line` where it stands on a line of ours.
 
 Reports and executed notebooks go to colleagues, into issues and repositories. Their readers do not need to know where
 the home folder is, what the host is called or which key was in the environment. Replacements keep a command readable:
@@ -18,6 +21,7 @@ import re
 import socket
 import sys
 import tempfile
+import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +65,15 @@ _NAMED = (
 _BARE = r"['\"]?(?:(?!</|\\['\"])[^\s'\"])+(?<![,;.)\]}])"
 _VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=quote)|{_BARE})"
 _KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
+_SCHEME = r"(?:[a-z][\w-]{0,30} (?=[^\s'\"]))?"
+_PARAMETER = rf"[\w-]{{1,40}}=(?:{_QUOTE}[^'\"\n]{{0,4096}}{_QUOTE}|[^\s,'\"]+)"
+_BY_A_SHORT_OPTION = (
+    ("p", r"sshpass|(?:docker|podman|nerdctl|oras|helm registry) login|mysql\w*|mariadb[\w-]*|mongo\w*|cqlsh|7z\w?"),
+    ("P", r"sqlcmd|bcp|ipmitool|zip|unzip"),
+    ("a", r"redis-cli"),
+    ("w", r"ldap\w+"),
+)
+"""Programs whose password follows a short option."""
 _SECRETS = (
     (  # over several lines, on one with a literal \n, or with its end cut off
         re.compile(
@@ -90,14 +103,22 @@ _SECRETS = (
     # Docker's config.json.
     (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
     (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
-    # HTTP headers; a sentence about the bearer of something is none.
+    # HTTP's header of any scheme, as the value of a name in quotes or on a line; then a lone one. A sentence about the
+    # bearer of something is none.
     (
         re.compile(
-            rf"(?i)\b(authorization(?:{_QUOTE})? ?[:=] ?(?:{_QUOTE})?(?!aws4-)(?:(?:bearer|basic|token|negotiate) )?+"
-            rf"|bearer (?-i:(?![a-z]+ ))){_BARE}"
+            rf"(?i)((?<![a-z])authorization{_QUOTE} ?[:=,] ?(?P<quote>{_QUOTE}){_SCHEME})(?:(?!(?P=quote))[^\n])+"
         ),
         rf"\1{HIDDEN}",
     ),
+    (
+        re.compile(
+            rf"(?i)((?<![a-z])authorization ?[:=](?!=) ?(?:{_QUOTE})?{_SCHEME})"
+            rf"(?:{_PARAMETER}(?:, ?{_PARAMETER})*|{_BARE})"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    (re.compile(rf"(?i)(\bbearer (?-i:(?![a-z]+ ))){_BARE}"), rf"\1{HIDDEN}"),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
     # Prose: "the password is …", if what follows has a digit in it.
     (
@@ -105,19 +126,18 @@ _SECRETS = (
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
-    # Short options that take a password, and curl's user:password.
-    (
-        re.compile(
-            rf"(\b(?:sshpass|(?:docker|podman|nerdctl|oras|helm registry) login)\b[^\n|;&]{{0,200}}? -p ?){_VALUE}"
-        ),
-        _KEPT,
+    *(
+        (re.compile(rf"(\b(?:{programs})\b[^\n|;&]{{0,200}}?[ '\"]-{option}(?:{_QUOTE},)? ?){_VALUE}"), _KEPT)
+        for option, programs in _BY_A_SHORT_OPTION
     ),
+    # curl's user:password.
     (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(\blogin \S{1,100}\s{1,8}password )\S+"), rf"\1{HIDDEN}"),  # .netrc
     (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # user and password of a URL
     (re.compile(r"(?<![\w+/-])[A-Za-z0-9+/]{86}==(?![\w+/=])"), HIDDEN),  # the key of an Azure account
 )
 """Every repetition is bounded or cannot start inside itself, so the time is linear in the length of the text."""
+_PART_OF_A_URL = re.compile(r"[^\s'\"<>&?=#]++")
 _HEX = re.compile(r"(?<![A-Za-z0-9_])[0-9a-f]{40}(?![A-Za-z0-9_])")
 _OF_A_KEY = re.compile(r"(?i)wandb|w&b|api|key|login|token|secret|passw|auth|credential")
 _OF_A_COMMIT = re.compile(
@@ -184,13 +204,38 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("at commit 0123456789abcdef0123456789abcdef01234567")
     'at commit 0123456789abcdef0123456789abcdef01234567'
     """
-    text = visible(text)
+    text = _cleaned(visible(text))
+    if "%" in text:  # what is recognised otherwise may be written for a URL
+        text = _PART_OF_A_URL.sub(_decoded, text)
+    return _HEX.sub(_commit_or_hidden, text)
+
+
+def one_line(text: str) -> str:
+    r"""As :func:`without_secrets`, with line ends and tabs written out: a name stays on the line that it is shown on.
+
+    >>> print(one_line("study\nbf16: completed"))
+    study\nbf16: completed
+    """
+    return without_secrets(text).replace("\n", r"\n").replace("\t", r"\t")
+
+
+def _cleaned(text: str) -> str:
     secret = [value for name, value in os.environ.items() if len(value) >= _SHORTEST_VALUE and is_secret_name(name)]
     for value in sorted(secret, key=len, reverse=True):  # a value may be a part of a longer one
         text = text.replace(value, HIDDEN)
     for pattern, replacement in (*_SECRETS, *_detected()):
         text = pattern.sub(replacement, text)
-    return _HEX.sub(_commit_or_hidden, text)
+    return text
+
+
+def _decoded(part: re.Match[str]) -> str:
+    """A part of a URL as it is, or without the secrets that it shows once it is decoded."""
+    plain = part[0]
+    for _ in range(3):  # a URL within a URL is encoded twice
+        plain = urllib.parse.unquote(plain)
+    if plain == part[0] or (cleaned := _cleaned(plain := visible(plain))) == plain:
+        return part[0]
+    return urllib.parse.quote(cleaned, safe=HIDDEN + part[0].replace("%", ""))  # what was encoded stays so
 
 
 @functools.lru_cache(maxsize=1024)  # called for every variable and every text

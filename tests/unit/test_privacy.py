@@ -161,6 +161,8 @@ tokens: 4096, top-8 token, tokenizer: path, token 13, "token": 13, MAX_TOKEN=409
 bytes_per_token: int, "ranks_of_a_token": 1.9, bos_token="<s>", self.token_dispatcher = made
 --use-api-key --steps 3, ssh://git@github.com/x, https://example.org/?at=a@b, api_key == given
 root mean square of runs/s/bf16_standard/seed0
+100%faster, https://example.org/a%20b?next=%2Fhome%3Fstep%3D3, /a%2Fb
+mkdir -p runs, ssh -p 22 gpu-1, mysql: unknown host
 x@self.weight, x@y.z(), a//b // c, git@github.com:x/y.git, torch@2.14.0, train@t.py"""
 
 
@@ -181,7 +183,7 @@ def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
 UNITS = [
     *("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\"),
     *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b["),
-    *("a@b.", "a@"),
+    *("a@b.", "a@", "%25", "%2525", "hf_%41", "Authorization: a b=", "mysql -p", "authorization':'"),
 ]
 
 
