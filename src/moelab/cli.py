@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import moelab
 from moelab.errors import BadInput, MoelabError
@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _show(options, options.run(options))
     except MoelabError as error:
-        from moelab.privacy import without_secrets
-
-        _say(without_secrets(str(error)))  # it may quote a file
+        _say(str(error))
         return error.exit_code
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         # Python flushes stdout once more when it exits, and would print a traceback there.
@@ -59,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _say(text: str) -> None:
     """Print a line on stderr, where it does not mix with the result."""
-    print(f"moelab: {text}", file=sys.stderr)  # noqa: T201
+    from moelab.privacy import without_secrets
+
+    print(f"moelab: {without_secrets(text)}", file=sys.stderr)  # noqa: T201 - it may name a file
 
 
 def _show(options: argparse.Namespace, answer: Answer | None) -> int:
@@ -174,9 +174,16 @@ def _report(o: argparse.Namespace) -> Answer:
 # The parser
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        from moelab.privacy import without_secrets
+
+        super().error(without_secrets(message))  # it may quote a name that a shell has filled in
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with all verbs."""
-    parser = argparse.ArgumentParser(prog="moelab", description=DESCRIPTION)
+    parser = _Parser(prog="moelab", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"moelab {moelab.__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 

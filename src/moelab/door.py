@@ -25,7 +25,7 @@ from moelab import experiment_file
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, parse_overrides
-from moelab.privacy import each_text, without_secrets
+from moelab.privacy import each_text, one_line, without_secrets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -289,8 +289,12 @@ class Answer:
 
     def _repr_html_(self) -> str:
         parts = [*self.asides, *self._parts()]
-        shown = [f"<p>{html.escape(one)}</p>" if isinstance(one, str) else one._repr_html_() for one in parts if one]
-        return f"<div class='moelab'>{without_secrets(''.join(shown))}</div>"
+        shown = [
+            f"<p>{html.escape(without_secrets(one))}</p>" if isinstance(one, str) else one._repr_html_()
+            for one in parts
+            if one
+        ]
+        return f"<div class='moelab'>{''.join(shown)}</div>"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -1001,7 +1005,7 @@ class Trained(Answer):
 
     @property
     def _text(self) -> str:
-        lines = [f"{run.path}: {run.status.in_words()}" for run in self.done.runs]
+        lines = [f"{one_line(str(run.path))}: {run.status.in_words()}" for run in self.done.runs]
         return "\n".join([*lines, self._summary])
 
     @property

@@ -8,11 +8,15 @@ class MoelabError(Exception):
 
     exit_code = 1
 
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback: the message is meant for the reader, our code is not."""
+    def __str__(self) -> str:
+        """The message as it may be shown: it may quote a file, a log or a name."""
         from moelab.privacy import without_secrets
 
-        return [f"{type(self).__name__}: {without_secrets(str(self))}"]  # it may quote a file
+        return without_secrets(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: the message is meant for the reader, our code is not."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 class BadInput(MoelabError):

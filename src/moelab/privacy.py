@@ -210,6 +210,10 @@ def without_secrets(text: str) -> str:
     return _HEX.sub(_commit_or_hidden, text)
 
 
+shown = functools.lru_cache(maxsize=10_000)(without_secrets)
+"""As :func:`without_secrets`, for labels and cells, of which thousands are the same."""
+
+
 def one_line(text: str) -> str:
     r"""As :func:`without_secrets`, with line ends and tabs written out: a name stays on the line that it is shown on.
 

@@ -183,7 +183,7 @@ def test_a_log_that_was_truncated_or_replaced_goes_on(tmp_path: Path) -> None:
 
 
 def test_the_last_lines_are_those_beside_the_steps_without_colours(tmp_path: Path) -> None:
-    printed = [f"[rank1]:\x1b[31mline {number}\x1b[0m\x07" for number in range(30)] + ["x" * 5000, "10%\r90%\r"]
+    printed = [f"[rank1]:\x1b[31mline {number}\x1b[0m" for number in range(30)] + ["x" * 5000, "10%\r90%\r"]
     new_run(tmp_path, "\n".join(printed) + "\n" + step_line(0, 0, 1) + step_line(1, 0, 1))
     lines = [f"[rank1]:line {number}" for number in range(30)] + ["x" * LONGEST_LINE_CHARACTERS, "90%"]
     assert polled(tmp_path).runs[0].tail == lines[-KEPT_LINES:]

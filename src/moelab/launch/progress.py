@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from moelab.experiment_file import Study
+from moelab.privacy import without_secrets
 from moelab.runs.follow import format_seconds
 
 LINE_INTERVAL_S = 5.0
@@ -24,7 +25,7 @@ Say = Callable[[str], None]
 
 def say_on_stderr(line: str) -> None:
     """Print a line of progress at once."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - this is the progress display
+    print(without_secrets(line), file=sys.stderr, flush=True)  # noqa: T201 - this is the progress display
 
 
 def in_notebook() -> bool:

@@ -27,8 +27,9 @@ import numpy as np
 
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.launch import ends, slurm
-from moelab.launch.cluster import line as one_line
+from moelab.launch.cluster import line as as_in_a_script
 from moelab.launch.slurm import Queue, SlurmError, SlurmJob, SlurmMissing, call, checked, state_of, ticket_of, words_of
+from moelab.privacy import one_line
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunNow, StudyFollower, format_seconds
 from moelab.runs.status import BY_CANCEL, State, Status
@@ -265,7 +266,7 @@ def drain(nodes: Sequence[str], reason: str) -> None:
         SlurmMissing, SlurmError: if Slurm does not do it, such as for lack of rights.
     """
     try:
-        one_line(reason)
+        as_in_a_script(reason)
     except ValueError as error:
         raise BadInput(f"reason: got {reason[:80]!r}; valid: {error}") from None
     call("scontrol", "update", f"nodename={_node_list(nodes)}", "state=drain", f"reason={reason}")
@@ -365,8 +366,8 @@ def _numbers(now: RunNow) -> Iterator[str]:
 
 def _screen(follower: StudyFollower, problem: str) -> str:
     width = shutil.get_terminal_size().columns
-    lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C does not stop the runs | {follower.path}", ""]
-    lines += [problem] if problem else []
+    lines = [f"{time.strftime('%H:%M:%S')} | Ctrl-C does not stop the runs | {one_line(str(follower.path))}", ""]
+    lines += [one_line(problem)] if problem else []
     for one in follower.runs:
         lines += [f"{one.now.name}: {one.now.status.in_words()}", f"  {' | '.join(_numbers(one.now))}"]
     lines += [] if follower.runs else ["no runs yet"]

@@ -32,7 +32,7 @@ from pyarrow.parquet import ParquetFile
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.files import finite_or_none, write_json, write_whole
-from moelab.privacy import each_text, without_secrets
+from moelab.privacy import each_text, one_line, without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
@@ -450,10 +450,11 @@ def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
     run = read.rows["run"].fillna(name)  # an export names its runs, a log does not
-    rows = read.rows.assign(run=run if read.name is None else run + f" ({read.name})")
+    run = run if read.name is None else run + f" ({read.name})"
+    rows = read.rows.assign(run=run.map({each: one_line(str(each)) for each in run.unique()}))
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
-        run=str(rows["run"].iloc[0]) if len(rows) else name,
+        run=str(rows["run"].iloc[0]) if len(rows) else one_line(name),
         arm="",
         seed=None,
         status=Status(state=State.FAILED if reason else State.UNKNOWN, reason=reason),

@@ -27,6 +27,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import read_record, write_experiment
 from moelab.files import read_bytes, write_json, write_whole
 from moelab.layout import training_of
+from moelab.privacy import one_line
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import RESERVE, RESERVE_BYTES, State, Status
 
@@ -40,6 +41,7 @@ LAUNCHES_FOLDER = "launch/started"
 STOP_VARIABLE, STOPPED_FILE = "MOELAB_STOP_FILE", "launch/stopped.json"
 """Names the file that asks ranks to save and stop; which step they saved when they did."""
 _STATUS = TypeAdapter(Status)
+_shown = functools.lru_cache(maxsize=1024)(one_line)  # thousands of runs have the same folders
 _SEED, _STAMP = re.compile(r"seed(\d+)"), re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
 
@@ -120,9 +122,11 @@ class RunDir:
     def _place(self) -> tuple[str, ...]:
         """Study, arm, seed and run: links below the study are places of their own, one to a study is not."""
         given = Path(os.path.abspath(self.path))  # noqa: PTH100 - keeps links
+        place = self.path.resolve().parts[-4:]
         if _SEED.fullmatch(given.parent.name):
-            return (given.parent.parent.parent.resolve().name, *given.parts[-3:])
-        return self.path.resolve().parts[-4:]
+            place = (given.parent.parent.parent.resolve().name, *given.parts[-3:])
+        # It is shown wherever the run is. The last folder has a date, which tells apart what is then called the same.
+        return tuple(part if _STAMP.fullmatch(part) else _shown(part) for part in place)
 
     @property
     def _names_a_seed(self) -> bool:

@@ -13,7 +13,6 @@ keep a bounded amount however long the log is.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput
+from moelab.privacy import without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, Segments, UnfinishedLine, scan
@@ -38,7 +38,6 @@ KEPT_STEPS: Final = 64
 KEPT_LINES: Final = 12
 LONGEST_LINE_CHARACTERS: Final = 300
 _LINES_LOOKED_AT: Final = 1024
-_CONTROL = re.compile(r"\x1b\[[0-9;:]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ class RankSteps:
 
 
 class LogTail:
-    """The last :data:`KEPT_LINES` lines that are not a rank's step line, without colours."""
+    """The last :data:`KEPT_LINES` lines that are not a rank's step line, as they may be shown."""
 
     def __init__(self) -> None:
         self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
@@ -125,9 +124,9 @@ class LogTail:
     @property
     def lines(self) -> list[str]:
         """The lines as text, oldest first."""
-        texts = (line[: 4 * LONGEST_LINE_CHARACTERS].decode(errors="replace") for line in self._lines)
-        shown = (text.rstrip("\r").rsplit("\r", 1)[-1] for text in texts)  # what a progress bar wrote last
-        return [_CONTROL.sub("", text)[:LONGEST_LINE_CHARACTERS] for text in shown]
+        # Together, because a key may have several lines; and cut afterwards, because half a key is not recognised.
+        shown = without_secrets("\n".join(line.decode(errors="replace") for line in self._lines))
+        return [line[:LONGEST_LINE_CHARACTERS] for line in shown.splitlines()]
 
     def add(self, block: bytes) -> None:
         """Take whole lines of a log."""
@@ -135,7 +134,8 @@ class LogTail:
         # From the end: a block may have 100,000 lines, of which a dozen are kept.
         for line in reversed(block.rsplit(b"\n", _LINES_LOOKED_AT)[-_LINES_LOOKED_AT:]):
             if line.strip() and not (b"step:" in line and b"loss:" in line):
-                newest.append(line[-4 * LONGEST_LINE_CHARACTERS :] if b"\r" in line else line)
+                written_last = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar
+                newest.append(written_last[: 16 * LONGEST_LINE_CHARACTERS])
                 if len(newest) == KEPT_LINES:
                     break
         self._lines.extend(reversed(newest))

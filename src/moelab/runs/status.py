@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from moelab.privacy import without_secrets
+from moelab.privacy import one_line
 
 FILE = "status.json"
 RESERVE = ".space_for_status"
@@ -55,7 +55,7 @@ class Status:
     def __post_init__(self) -> None:
         """A reason may quote a log, and is shown and stored as it is: it holds no keys and moves no cursor."""
         if self.reason is not None:
-            object.__setattr__(self, "reason", without_secrets(self.reason))
+            object.__setattr__(self, "reason", one_line(self.reason))
 
     def in_words(self) -> str:
         """The state, and the reason if it has one."""

@@ -42,6 +42,7 @@ from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
 from moelab.launch.status import refresh
+from moelab.privacy import without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
@@ -335,10 +336,10 @@ class LiveView:
             self.figures = self._draw()
             self.place.children[0].show(self.figures)
         one = self._chosen()
-        lines = "\n".join(one.tail) if one else ""
+        lines = html.escape("\n".join(one.tail)) if one else ""
         self.tail.value = (
             f"<div role='log' aria-label='last log lines'>Last log lines beside the step lines"
-            f"<pre style='white-space:pre-wrap;font-size:12px'>{html.escape(lines)}</pre></div>"
+            f"<pre style='white-space:pre-wrap;font-size:12px'>{lines}</pre></div>"
         )
 
     def _renew_menu(self) -> None:
@@ -400,7 +401,9 @@ class LiveView:
         return True
 
     def _say(self, text: str) -> None:
-        self.message.value = f"<div role='status' style='{MARKED}'>{html.escape(text)}</div>" if text else ""
+        self.message.value = (
+            f"<div role='status' style='{MARKED}'>{html.escape(without_secrets(text))}</div>" if text else ""
+        )
 
 
 SIMULATED_NOTE: Final = "simulated, not measured"

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import pandas as pd
 
+from moelab.privacy import shown
+
 MOST_ROWS: Final = 12
 """A longer table is folded."""
 # Sorts the body by the column of the heading that was clicked, the other way round at the next click. A cell counts by
@@ -38,12 +40,16 @@ class TableView:
 
     def __repr__(self) -> str:
         """The table as text."""
-        text: str = pd.DataFrame(dict(zip(self.frame.columns, self._columns, strict=True))).to_string(index=False)
-        return f"{self.summary}\n{text}" if self.summary else text
+        text: str = pd.DataFrame(dict(zip(self._names, self._columns, strict=True))).to_string(index=False)
+        return f"{shown(self.summary)}\n{text}" if self.summary else text
 
     @property
     def _columns(self) -> list[list[str]]:
         return [_words(column, self.decimals.get(str(name))) for name, column in self.frame.items()]
+
+    @property
+    def _names(self) -> list[str]:
+        return [shown(str(name)) for name in self.frame.columns]
 
     def _repr_html_(self) -> str:
         is_number = [
@@ -52,8 +58,8 @@ class TableView:
         ]
         aligned = [f"text-align:{'right' if one else 'left'}" for one in is_number]
         head = "".join(
-            f"<th style='{style};cursor:pointer' title='sort'>{html.escape(str(name))}</th>"
-            for name, style in zip(self.frame.columns, aligned, strict=True)
+            f"<th style='{style};cursor:pointer' title='sort'>{html.escape(name)}</th>"
+            for name, style in zip(self._names, aligned, strict=True)
         )
         body = "".join(
             "<tr>"
@@ -63,7 +69,7 @@ class TableView:
         )
         table = f"<table class='dataframe' onclick='{html.escape(SORT)}'><thead><tr>{head}</tr></thead>"
         table += f"<tbody>{body}</tbody></table>"
-        summary = html.escape(self.summary)
+        summary = html.escape(shown(self.summary))
         if len(self.frame) <= MOST_ROWS:
             return (f"<div><b>{summary}</b></div>" if summary else "") + table
         folded = f"{summary} " if summary else ""
@@ -98,11 +104,11 @@ class Folded:
 
     def __repr__(self) -> str:
         """All of the text."""
-        return f"{self.summary}\n{self.text}"
+        return f"{self.summary}\n{shown(self.text)}"
 
     def _repr_html_(self) -> str:
         summary = f"<summary><b>{html.escape(self.summary)}</b> ({self.text.count(chr(10)) + 1} lines)</summary>"
-        return f"<details>{summary}<pre>{html.escape(self.text)}</pre></details>"
+        return f"<details>{summary}<pre>{html.escape(shown(self.text))}</pre></details>"
 
 
 def _words(values: pd.Series[Any], decimals: int | None = None) -> list[str]:
@@ -110,7 +116,7 @@ def _words(values: pd.Series[Any], decimals: int | None = None) -> list[str]:
     if decimals is None:
         written = [f"{value:.4g}" for value in values if isinstance(value, float) and math.isfinite(value)]
         decimals = max((len(one.partition(".")[2]) for one in written if "e" not in one), default=0)
-    return [cell_text(value, decimals) for value in values]
+    return [shown(text) if isinstance(text, str) else cell_text(text, decimals) for text in values]
 
 
 def cell_text(value: object, decimals: int = 4) -> str:

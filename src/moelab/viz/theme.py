@@ -29,6 +29,7 @@ import plotly.io as pio
 from plotly.io.base_renderers import MimetypeRenderer
 
 from moelab.analysis.arms import arm_label, base_arm
+from moelab.privacy import shown
 
 FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, GRID, WARNING = "#1f2933", "#5f6b7a", "#e6e9ee", "#b3450a"
@@ -137,8 +138,8 @@ def in_order(arms: Iterable[str]) -> list[str]:
 
 
 def plot_text(text: str) -> str:
-    """Escape a text for plotly, which reads a small part of HTML in titles, legends and annotations."""
-    return html.escape(text, quote=False)
+    """A text as it may be shown, for plotly, which reads a small part of HTML in titles, legends and annotations."""
+    return html.escape(shown(text), quote=False)
 
 
 def wrap(text: str, characters: int) -> str:
