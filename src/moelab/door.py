@@ -15,6 +15,7 @@ import html
 import inspect
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -1178,7 +1179,7 @@ class States(Answer):
         from moelab.runs.status import State
 
         going = any(status.state in (State.SUBMITTED, State.RUNNING) for _, status in self.states)
-        return f"to keep watching: moelab status {self.path} --follow" if going else ""
+        return f"to keep watching: moelab status {shlex.quote(one_line(str(self.path)))} --follow" if going else ""
 
     @property
     def _text(self) -> str:
