@@ -55,7 +55,7 @@ def measure(path: Path, step_lines: int) -> dict[str, float]:
     """Read the log once; RSS growth is that of the process's peak, in MiB."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start, cpu_start = time.perf_counter(), time.process_time()
-    read = read_log(path, mend=False)
+    read = read_log(path)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Run directories for tests, made without training: TorchTitan's log lines in the places where a launcher puts them."""
+"""Run directories for tests, made without training: what a launcher and its ranks leave."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stand_in import step_line, validation_line
+from stand_in import START, titan_line
 
 from moelab.experiment import Experiment
 from moelab.files import write_json
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import RunDir
+from moelab.runs.metrics import MetricsWriter
 from moelab.runs.status import State, Status
 
 ENVIRONMENT = {
@@ -56,11 +57,12 @@ def make_run(
     held_out: float | None = None,
     tps: float = 1000.0,
 ) -> RunDir:
-    """A run directory with one logged step for each loss."""
+    """A run directory with one step for each loss, a second apart."""
     run = directory.create(runs, experiment)
-    lines = [step_line(step, loss, tps=tps) for step, loss in enumerate(losses, start=1)]
-    lines += [validation_line(len(losses), held_out)] if held_out is not None else []
-    run.log.write_text("".join(lines))
+    run.log.write_text(titan_line(0, "Training starts at step 1"))
+    writer = add_launch(run, dict(enumerate(losses, start=1)), tps=tps)
+    if held_out is not None:
+        writer.add_validation(len(losses), held_out, START.timestamp() + len(losses) + 0.5)
     write_json(run.path / "environment.json", ENVIRONMENT)
     folder = str(run.path.absolute())
     (run.path / "launch" / "command.sh").write_text(COMMAND.format(folder=folder, home="/home/alice"))
@@ -70,6 +72,18 @@ def make_run(
         converted.write_text(json.dumps({"kernels": "emulated", "modules": ["layers.1.moe.experts"]}))
     run.set_status(Status(state=state, reason=reason, attempts=1))
     return run
+
+
+def add_launch(
+    run: RunDir, losses: Mapping[int, float], *, start_s: float = 0.0, tps: float = 1000.0, **values: Any
+) -> MetricsWriter:
+    """One more launch of a run, with the loss of each step; ``values`` are a number, or one for each step."""
+    usual = {"grad_norm": 0.221, "tflops": 0.1, "memory_gib": 1.5, "memory_pct": 0.75, "tps": tps}
+    writer = MetricsWriter(run.path)
+    for step, loss in losses.items():
+        own = {name: value[step] if isinstance(value, Mapping) else value for name, value in (usual | values).items()}
+        writer.add_step(step, **{"loss": loss, "time": START.timestamp() + start_s + step} | own)
+    return writer
 
 
 def curve(end: float) -> list[float]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ import pytest
 import yaml
 from processes import program
 from slurm_cluster import SlurmCluster
-from stand_in import step_line
 
 from moelab.experiment_file import Study, make_study
 from moelab.launch.cluster import ClusterProfile, read_cluster
@@ -31,7 +31,7 @@ env -0 >"$run/nodes/$SLURM_NODEID.env"
 printf '%s\\0' "$@" >"$run/nodes/$SLURM_NODEID.arguments"
 if [ "$SLURM_NODEID" = 0 ]; then
   echo '{"kernels": "native", "modules": ["layers.3.moe.experts"]}' >"$run/launch/converted/rank0.json"
-  cat LOG
+  cp METRICS "$run/metrics.jsonl"
 fi
 """
 
@@ -44,9 +44,10 @@ def speak_to(cluster: SlurmCluster, patch: pytest.MonkeyPatch) -> None:
 
 def recorder(folder: Path, steps: int) -> Path:
     """Write the recorder, for runs of so many steps; returns its path."""
-    log = folder / "finished.log"
-    log.write_text("".join(step_line(step, 12.0 - step / 10) for step in range(1, steps + 1)))
-    return program(folder, "python", RECORDER.replace("LOG", str(log)))
+    metrics = folder / "finished.jsonl"
+    records = [{"step": step, "loss": 12.0 - step / 10} for step in range(1, steps + 1)]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return program(folder, "python", RECORDER.replace("METRICS", str(metrics)))
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,20 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def steps(last: int) -> None:
+def steps(folder: Path, last: int) -> None:
     for step in range(1, last + 1):
-        say(step_line(step, 8.0 - 0.1 * step))
+        log_step(folder, step, 8.0 - 0.1 * step)
+
+
+def log_step(folder: Path, step: int, loss: float) -> None:
+    say(step_line(step, loss))
+    keep(folder, {"step": step, "loss": loss, "tps": 1000.0, "memory_gib": 1.5, "time": START.timestamp() + step})
+
+
+def keep(folder: Path, record: Mapping[str, float]) -> None:
+    """Without moelab, whose import takes a second."""
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"segment": 0, **record}) + "\n")
 
 
 def record(folder: Path, rank: int, message: str, when: int) -> None:
@@ -98,22 +109,22 @@ def record(folder: Path, rank: int, message: str, when: int) -> None:
 
 
 def train(folder: Path, last: int) -> int:
-    steps(last)
-    say(validation_line(last, 7.0))
+    steps(folder, last)
+    keep(folder, {"step": last, "validation_loss": 7.0, "time": START.timestamp() + last})
     return 0
 
 
 unconverted = train
 
 
-def short(_folder: Path, _last: int) -> int:
-    steps(2)
+def short(folder: Path, _last: int) -> int:
+    steps(folder, 2)
     return 0
 
 
 def die(folder: Path, _last: int) -> int:
     """Rank 1 raises, and rank 0 loses it."""
-    steps(2)
+    steps(folder, 2)
     record(folder, 0, LOST, 99)
     record(folder, 1, "ValueError: the vocabulary\nis too small", 100)
     say(FAILURE.format(rank=0, code=1) + FAILURE.format(rank=1, code=1))
@@ -121,7 +132,7 @@ def die(folder: Path, _last: int) -> int:
 
 
 def rank_killed(folder: Path, _last: int) -> int:
-    steps(2)
+    steps(folder, 2)
     record(folder, 0, LOST, 99)
     say(FAILURE.format(rank=0, code=1) + FAILURE.format(rank=1, code=-9))
     return 1
@@ -129,14 +140,15 @@ def rank_killed(folder: Path, _last: int) -> int:
 
 def nan(folder: Path, _last: int) -> int:
     """As torchtitan 0.3.0 ends it."""
-    steps(2)
+    steps(folder, 2)
+    keep(folder, {"step": 3, "loss": float("nan")})
     record(folder, 0, "RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 100)
     return 1
 
 
-def nan_unseen(_folder: Path, last: int) -> int:
-    steps(last - 1)
-    say(step_line(last, float("nan")))
+def nan_unseen(folder: Path, last: int) -> int:
+    steps(folder, last - 1)
+    log_step(folder, last, float("nan"))
     return 0
 
 
@@ -146,7 +158,7 @@ def wordless(_folder: Path, _last: int) -> int:
 
 def torn(folder: Path, _last: int) -> int:
     """Killed while the files beside the log were being written."""
-    steps(1)
+    steps(folder, 1)
     converted = folder / "launch" / "converted"
     converted.mkdir(parents=True, exist_ok=True)
     (converted / "rank1.json").write_text('{"kernels": "emul')
@@ -155,7 +167,7 @@ def torn(folder: Path, _last: int) -> int:
     return 1
 
 
-def hang(_folder: Path, _last: int, rank: str = RANK) -> int:
+def hang(folder: Path, _last: int, rank: str = RANK) -> int:
     """Log two steps, then wait with two ranks in sessions of their own; end them on SIGTERM, as torchrun does."""
 
     def ended(*_: object) -> None:
@@ -172,7 +184,7 @@ def hang(_folder: Path, _last: int, rank: str = RANK) -> int:
         assert child.stdout is not None
         child.stdout.readline()
     signal.signal(signal.SIGTERM, ended)
-    steps(2)
+    steps(folder, 2)
     time.sleep(600)
     return 0
 
@@ -182,10 +194,10 @@ def stubborn(folder: Path, last: int) -> int:
     return hang(folder, last, STUBBORN_RANK)
 
 
-def torchrun_killed(_folder: Path, _last: int) -> int:
+def torchrun_killed(folder: Path, _last: int) -> int:
     """torchrun itself is killed, and its ranks would go on."""
     subprocess.Popen([sys.executable, "-c", RANK], start_new_session=True)
-    steps(2)
+    steps(folder, 2)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 

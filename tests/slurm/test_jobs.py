@@ -238,10 +238,11 @@ def test_jobs_that_are_cancelled_outside(site: Site, held: RunDir) -> None:
     site.slurm.run("scancel", str(waiting.status.job_id))
     assert states(held, waiting) == [State.RUNNING, State.CANCELLED]
     site.slurm.run("scancel", str(held.status.job_id))
-    status = released(site, held)
+    site.slurm.wait_for(lambda: not site.slurm.active(), what="the jobs to end")  # held: a rank that lives would train
+    status = refresh([held])[0]
     assert (status.state, status.reason) == (State.CANCELLED, "Slurm: CANCELLED")
     assert logged(held) == [1, 2]
-    assert (held.path / "metrics.parquet").exists()
+    assert (held.path / "results.json").exists()
 
 
 @on_two_nodes

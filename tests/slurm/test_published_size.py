@@ -70,7 +70,7 @@ def test_it_is_one_array_whose_script_is_in_every_run_directory(submitted: Submi
     assert [(status.state, status.job_id) for status in submitted.statuses] == [
         (State.COMPLETED, f"1_{task}") for task in range(4)
     ]
-    assert all((run.path / "metrics.parquet").exists() for run in runs)
+    assert all((run.path / "results.json").exists() for run in runs)
 
 
 def test_a_second_submit_finds_nothing_to_do_nor_does_notebook_07_that_is_run_again(submitted: Submitted) -> None:

@@ -91,7 +91,7 @@ def test_two_nodes_train_with_expert_parallelism_across_them_to_a_collected_resu
     assert log.count("moelab: first all-reduce, of 2 ranks") == 2
     for node in (0, 1):
         assert list((run.path / "logs").glob(f"{trained.array}_0-0/node{node}/*/attempt_0/0/stdout.log"))
-    assert (run.path / "metrics.parquet").exists()
+    assert (run.path / "results.json").exists()
     own = read_own_times(run.path / "structured_logs")
     assert (own["step"].nunique(), own["rank"].nunique()) == (STEPS, 2)
     assert collect_run(run).last_step == STEPS

@@ -113,7 +113,7 @@ def test_a_run_that_is_killed_leaves_nothing_behind_and_is_trained_anew(trained:
     second = Launch(file, runs, None, 1)
     first.is_followed_by(second)
     assert (first.run.status.state, first.run.status.reason) == (State.FAILED, "the launcher was killed")
-    assert (first.run.path / "metrics.parquet").exists()
+    assert (first.run.path / "results.json").exists()
     assert second.popen.wait(300) == 0
     assert second.run.status.state is State.COMPLETED
     assert losses_of(second.run) == losses_of(trained.run("bf16_standard"))

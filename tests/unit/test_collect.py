@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from run_support import collect_and_save, make_run
+from run_support import add_launch, collect_and_save, make_run
 from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
@@ -39,7 +39,7 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert (one.run, one.arm, one.seed, one.segments, one.last_step) == (run.name, "mxfp8_standard", 2, 1, 5)
     assert (one.finished, one.status.state, one.validation_loss) == (True, State.COMPLETED, 6.5)
     assert one.converted == {"kernels": "emulated", "modules": ["layers.1.moe.experts"]}
-    table = pd.read_parquet(run.path / "metrics.parquet")
+    table = one.rows
     assert tuple(table.columns) == COLUMNS
     assert table[["run", "arm", "seed"]].drop_duplicates().values.tolist() == [[run.name, "mxfp8_standard", 2]]
     assert table["loss"].tolist() == LOSSES
@@ -47,19 +47,47 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert (results["last_loss_nats"], results["tps_median"], results["memory_gib_peak"]) == (6.25, 1000.0, 1.5)
 
 
-def test_the_log_and_the_events_are_united(tmp_path: Path) -> None:
+def test_a_launch_that_goes_on_is_a_segment_and_what_a_kill_tore_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES[:4], state=State.RUNNING)
+    with (run.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"segment": 0, "step": 5, "lo')
+    for steps in ({5: 6.25}, {4: 6.5, 5: 6.25}):  # from a checkpoint of the last step, then of the one before
+        add_launch(run, steps)
+    one = collect_run(run)
+    places = one.rows[["segment", "step"]].values.tolist()
+    assert places == [[0, 1], [0, 2], [0, 3], [0, 4], [1, 5], [2, 4], [2, 5]]
+    assert (one.segments, one.notes) == (3, ("metrics.jsonl: 1 line is torn, and not read",))
+
+
+def test_a_file_that_says_no_segment_has_a_launch_where_its_steps_go_back(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, [])
+    lines = [f'{{"step": {step}, "loss": 7.0, "tps": null}}' for step in (1, 2, 2, 3)]
+    (run.path / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"step": 2, "validation_loss": 6}', *lines[2:]]))
+    one = collect_run(run)
+    assert one.rows[["segment", "step"]].values.tolist() == [[0, 1], [0, 2], [1, 2], [1, 3]]
+    assert (one.validation_loss, one.notes, one.rows["tps"].isna().all()) == (6.0, (), True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["[1]", "7", '{"loss": 7.0}', '{"step": "1"}', '{"step": 1e3}', '{"step": -1}', '{"step": 1, "tps": "x"}',
+     '{"step": 9999999999999999}', "[" * 100_000, "\0\0\0", '{"step": true}'],
+)  # fmt: skip
+def test_a_line_that_is_no_record_hides_no_other(tmp_path: Path, record: str) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES)
-    times = collect_run(run).rows["time"].tolist()
-    with SummaryWriter(str(run.tensorboard / "20260914-0310")) as writer:
-        for step, loss in enumerate(LOSSES[:3], start=1):
-            values = {LOSS_NAME: loss + 1e-6, "lr/AdamW": 0.001 * step, "throughput(tps)": 1000.25}
-            for tag, value in values.items():
-                writer.add_scalar(tag, value, step, walltime=times[step - 1])
-    rows = collect_run(run).rows
-    assert rows["step"].tolist() == [1, 2, 3, 4, 5]
-    assert rows["loss"].tolist() == pytest.approx([8.000001, 7.500001, 7.000001, 6.5, 6.25], abs=2e-7)
-    assert rows["tps"].tolist() == [1000.25, 1000.25, 1000.25, 1000.0, 1000.0]
-    assert rows["lr"].tolist() == pytest.approx([0.001, 0.002, 0.003, math.nan, math.nan], nan_ok=True)
+    file = run.path / "metrics.jsonl"
+    file.write_text(f"{record}\n{file.read_text()}")
+    one = collect_run(run)
+    assert (one.rows["loss"].tolist(), one.notes[0][:22]) == (LOSSES, "metrics.jsonl: 1 line ")
+
+
+def test_a_run_of_an_earlier_version_is_read_from_its_log(tmp_path: Path) -> None:
+    run = make_run(tmp_path, EXPERIMENT, LOSSES)
+    (run.path / "metrics.jsonl").unlink()
+    run.log.write_text("".join(step_line(step, loss) for step, loss in enumerate(LOSSES, 1)))
+    one = collect_run(run)
+    assert (one.finished, one.rows["loss"].tolist()) == (True, LOSSES)
+    assert one.notes == ("metrics.jsonl is missing: read from logs/train.log, which rounds",)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -104,11 +132,13 @@ def test_a_run_that_has_just_started(tmp_path: Path) -> None:
     assert (math.isnan(one.validation_loss), one.damaged) == (True, ())
     results = results_of(run)
     assert (results["steps"], results["last_loss_nats"], results["tps_median"]) == (0, None, None)
-    assert tuple(pd.read_parquet(run.path / "metrics.parquet").columns) == COLUMNS
-    ended = make_run(tmp_path, EXPERIMENT, LOSSES)
+    assert tuple(one.rows.columns) == COLUMNS
+    ended = make_run(tmp_path, EXPERIMENT, [], state=State.FAILED)
+    assert not any("metrics" in words for words in collect_run(ended).damaged)  # it failed before its first step
     ended.log.unlink()
-    for one in (collect_and_save(ended), collect_run(ended)):  # what could not be read is told each time
-        assert "logs/train.log is missing" in one.damaged
+    assert "metrics.jsonl is missing, and logs/train.log is missing" in collect_run(ended).damaged
+    (ended.path / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl cannot be read (Is a directory)" in collect_run(ended).damaged
 
 
 def test_what_multiplies_in_mxfp8_over_pipeline_stages(tmp_path: Path) -> None:
@@ -173,6 +203,7 @@ def test_of_several_attempts_the_finished_one_counts_else_the_latest(tmp_path: P
         ("training has diverged", True),
         ("node gpu-12 failed", False),
         ("loss of the InfiniBand link of rank 3", False),
+        ("Loss or gradient norm is not finite on at least one rank at step 4", True),
         ("the loss parallel group is not initialised", False),
         ("no space left on device", False),
     ],
@@ -217,7 +248,6 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
         "two - validation_metrics/loss": ["9.0", ""],
     }
     pd.DataFrame(columns).to_csv(tmp_path / "chart.csv.gz", index=False)
-    (tmp_path / "people.csv").write_text("name,phone\nx,1\n")
     (tmp_path / "wandb-summary.json").write_text(f'{{"_step": 90, "{LOSS_NAME}": 3.0}}')
     nan = "loss is nan at step 90 (segment 0)"
     of_file, of_folder = collect(tmp_path / "chart.csv.gz"), collect(tmp_path)
@@ -226,50 +256,3 @@ def test_the_runs_of_a_wandb_chart_keep_their_own_results(tmp_path: Path) -> Non
             ("one", 3.0, State.UNKNOWN, None),
             ("two", 9.0, State.FAILED, nan),
         ]
-    assert ["people.csv" in "".join(run.notes) for run in (*of_file, *of_folder)] == [False, False, True, True]
-
-
-# What a run saved
-
-
-def unread(*_: object) -> None:
-    raise AssertionError("the log was read")
-
-
-def test_saved_results_are_read_while_all_files_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path, EXPERIMENT, [*LOSSES[:4], math.nan], held_out=6.5)
-    with run.log.open("a") as log:
-        log.write(step_line(6, math.nan).replace("grad_norm:  0.2210", "grad_norm:     nan"))
-    with SummaryWriter(str(run.tensorboard / "20260914-0310")) as writer:
-        writer.add_scalar(LOSS_NAME, 8.0, 1)
-    fresh = collect_and_save(run)
-    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
-    saved = collect_run(run)
-    for table in ("rows", "validation"):
-        pd.testing.assert_frame_equal(getattr(saved, table), getattr(fresh, table))
-    assert saved.to_json() == fresh.to_json()
-    assert saved.diverged == fresh.diverged == "loss is nan at step 5 (segment 0)"
-    assert str(saved.grad_norm_not_finite) == str(fresh.grad_norm_not_finite) == "{6: nan}"
-
-
-EVENTS = "tb/a/events.out.tfevents.2.b"
-
-
-@pytest.mark.parametrize("file", ["logs/train.log", "metrics.parquet", "results.json", EVENTS, "the reader"])
-def test_saved_results_are_not_used_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
-    run = make_run(tmp_path, EXPERIMENT, LOSSES)
-    (run.path / EVENTS).parent.mkdir(parents=True)
-    (run.path / EVENTS.replace("2.b", "1.a")).touch()
-    collect_and_save(run)
-    path = run.path / file
-    if file == "the reader":
-        monkeypatch.setattr("moelab.runs.collect.READER_VERSION", -1)
-    elif file == EVENTS:
-        path.touch()
-    else:
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    monkeypatch.setattr("moelab.runs.collect._read_log_and_events", unread)
-    with pytest.raises(AssertionError, match="the log was read"):
-        collect_run(run)

@@ -44,8 +44,7 @@ CONTENT: dict[str, Callable[[bytes], bytes]] = {
 DAMAGES = (*CONTENT, "missing", "folder", "unreadable", "dangling link", "link to itself")
 RECORDS = ("launch/converted/rank0.json", "launch/dispatcher.json")
 JSON_FILES = ("environment.json", *RECORDS, "status.json", "results.json")
-EVENTS = "tb/events.out.tfevents.1.x"
-OTHER_FILES = ("launch/command.sh", "logs/train.log", "metrics.parquet", "experiment.yaml", EVENTS)
+OTHER_FILES = ("launch/command.sh", "logs/train.log", "metrics.jsonl", "experiment.yaml")
 
 
 def damage(file: Path, kind: str) -> None:
@@ -69,8 +68,7 @@ def run_of(study: Path, precision: str, seed: int) -> RunDir:
     run = train(study, precision, seed, losses, steps=8, warmup_steps=1)
     dispatcher = {"dispatcher": "AllToAllTokenDispatcher", "alignment": 16}
     (run.path / "launch" / "dispatcher.json").write_text(json.dumps(dispatcher))
-    for name in ("results.json", "metrics.parquet", EVENTS):
-        (run.path / name).write_text(json.dumps({"steps": 8}))
+    (run.path / "results.json").write_text(json.dumps({"steps": 8}))
     return run
 
 
@@ -119,16 +117,16 @@ def test_a_damaged_file_degrades_its_run_by_name_and_no_other(
 def _expect(name: str, kind: str, row: dict[str, Any], words: str) -> None:
     """What becomes of one run, by the file of it that is damaged."""
     about = f"{name}, {kind}: {row}"
-    is_judged = name not in ("status.json", "experiment.yaml", "logs/train.log")
+    is_judged = name not in ("status.json", "experiment.yaml", "metrics.jsonl")
     assert row["used"] == is_judged, about
-    if name in ("results.json", "metrics.parquet"):  # made from the log, and never read
+    if name in ("results.json", "logs/train.log"):  # never read
         assert words == "", about
-    elif name == "logs/train.log":
+    elif name == "metrics.jsonl":
         assert "0 of 8 steps logged" in words or kind == "cut", about
         assert name in words or kind in CONTENT, about
     elif not is_judged:
         assert name in words, about
-    elif name != EVENTS:
+    else:
         optional = name in ("launch/dispatcher.json", "launch/command.sh") and kind in ("missing", "dangling link")
         reads_anyway = name == "launch/command.sh" and kind in CONTENT and kind != "binary"
         assert optional or reads_anyway or Path(name).name in words or "converted has no record" in words, about

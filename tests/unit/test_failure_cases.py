@@ -20,7 +20,7 @@ import pytest
 from stand_in import step_text, titan_line
 
 from moelab.errors import BadInput
-from moelab.runs import failure
+from moelab.runs import failure, flight_recorder
 from moelab.runs.collect import collect
 from moelab.runs.log_text import tail
 from moelab.runs.status import State
@@ -68,14 +68,6 @@ def chained(*tracebacks: str, prefix: str = "", words: str = CAUSED) -> str:
 def mixed(*texts: str) -> str:
     """Texts of processes that write at the same time."""
     return "".join(map("".join, zip(*(text.splitlines(keepends=True) for text in texts), strict=True)))
-
-
-def records(text: str, **around: Any) -> str:
-    """A text as a container's runtime writes it, a record of JSON for each line, which stands where ``None`` is."""
-    return "".join(
-        json.dumps({key: line if value is None else value for key, value in around.items()}) + "\n"
-        for line in text.splitlines()
-    )
 
 
 def recorded(message: str, *, time: int = 1767000003) -> str:
@@ -136,37 +128,25 @@ LINES: list[tuple[str, str, str]] = [
     ("DeepEP 126: UCX", "", "[TENCENT64:5489 :0:5489] Caught signal 11 («Segmentation fault: address not mapped to object at address 0x38»)"),
     ("a full /dev/shm", "", "ERROR: «Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).»"),
     ("a thread of CUDA", "", "[1.3] «cuda-EvtHandlr[44]: segfault at 0 ip 0 sp 0 error 4 in libcuda.so»[7f]"),
-    ("glibc", "", "«double free or corruption (!prev)»"),
-    ("legacy-rocm-build 4021", "", " 33%|###   «Memory access fault by GPU node-3 (Agent handle: 0x5a) on address 0x7098. Reason: Write access to a read-only page»."),
-    ("vllm 20007", "ROCm aborted a queue: ", ":0:rocdevice.cpp            :3020: 5875275709338d us:  Callback: Queue 0x7f4580c00000 aborting with error : "
-     "«HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation resulted in a hardware exception. code: 0x1016»"),
     ("a host's assertion", "assertion failed (device.cc:82): ", "python: /src/gloo/transport/tcp/device.cc:82: void gloo::f(): Assertion `«rv != -1»' failed."),
     ("a shell", "", "«Segmentation fault (core dumped)»"),
-    ("verl 2398: Ray", "", "(W pid=1) [2025-07-13 00:15:22,359 E 1 1962889] logging.cc:112: Unhandled exception: N3c105ErrorE. what(): «CUDA error: an illegal memory access was encountered»"),
     ("K-Net 30: Slurm's step", "out of memory: ", "«slurmstepd-gpu20-15: error: Detected 1 oom-kill event(s) in StepId=9411285.0». Some of your processes may have been killed by the cgroup out-of-memory handler.\n"
      "srun: error: gpu20-15: task 0: Out Of Memory\nslurmstepd-gpu20-15: error: *** STEP 9411285.0 ON gpu20-15 CANCELLED AT 2022-05-17T17:58:10 ***"),
     ("Slurm's task", "out of memory: task 0 on ", "srun: error: «gpu20-15»: task 0: Out Of Memory"),
-    ("canu 1214: PBS", "PBS's time limit was reached: ", "=>> PBS: job killed: «walltime 86415 exceeded limit 86400»"),
-    ("LSF", "out of memory: ", "«TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.»\nExited with exit code 137."),
     ("submitit 1613", "preempted by another job of Slurm", "slurmstepd: error: *** JOB 37361369 ON learnfair5146 CANCELLED AT 2021-03-15T18:00:46 DUE TO PREEMPTION ***"),
     ("cancelled by hand", "JOB 12 was cancelled", "slurmstepd: error: *** JOB 12 ON n1 CANCELLED AT 2026-01-01T00:00:00 by UID 1000 ***"),
     ("trixie 58", "", "«srun: error: Task launch for 36.0 failed on node cn131: Job credential expired»"),
     ("srun's own ranks", "task 5 on gpu-7: ", "srun: error: gpu-7: task 5: «Segmentation fault (core dumped)»\nsrun: error: gpu-8: tasks 8-15: Terminated"),
-    ("mpirun", "rank 3 on node ", "prterun noticed that process rank 3 with PID 1234 on node «gpu-1 exited on signal 9 (Killed).»"),
-    ("PALS", "", "«x1921c0s1b0n0.hsn.cm.aurora.alcf.anl.gov: rank 11 died from signal 6 and dumped core»"),
     ("pyxis 12: what enroot printed", "pyxis: ", "slurmstepd: error: pyxis: child 12004 failed with error code: 1\nslurmstepd: error: pyxis: failed to import docker image\n"
      "slurmstepd: error: pyxis: printing contents of log file ...\nslurmstepd: error: pyxis:     [INFO] Querying registry\n"
      "slurmstepd: error: pyxis:     «mkdir: cannot create directory '/run/enroot': Permission denied»\nsrun: error: gpu-1: task 0: Exited with exit code 1"),
     ("pyxis 6: without it", "", "slurmstepd: error: «pyxis: seccomp filter failed»\nsrun: error: gpu-1: task 0: Exited with exit code 1"),
-    ("Apptainer", "FATAL: ", "FATAL:   «While making image from oci registry: no space left on device»\nsrun: error: gpu-1: task 0: Exited with exit code 255"),
-    ("Docker", "", 'docker: «Error response from daemon: could not select device driver "" with capabilities: [[gpu]].»'),
     ("a library of another version", "", "«python: symbol lookup error: /opt/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister»"),
     ("no library", "", "«torchrun: error while loading shared libraries: libpython3.12.so.1.0: cannot open shared object file: No such file or directory»"),
     ("no torchrun", "", "«/var/spool/slurmd/job05191/slurm_script: line 28: torchrun: command not found»"),
     ("no module", "", "«/usr/bin/python3: No module named torchtitan.train»"),
     ("Vim4Path 2: argparse", "", "usage: main.py [-h]\n«main.py: error: unrecognized arguments: --local_rank=1»"),
     ("torchtitan 2400", "", "╭─ Unrecognized options ──────────────────────╮\n│ «Unrecognized options: --debug.deterministic» │\n╰─────────────────╯"),
-    ("Rich", "", f"╭──── {HEADER[:-1]} ────╮\n│ /app/train.py:12 in main      │\n│ ❱ 12 │   step()       │\n╰───────────────╯\n«ValueError: bad»"),
     ("torchtune 2093: of 2023, behind a progress bar", "rank 13: a collective timed out: ALLREDUCE (sequence number 21668) after 1801 s", " 33%|###  | 24/72 [01:08<00:00][E ProcessGroupNCCL.cpp:475] [Rank 13] "
      "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=21668, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=1800000) ran for 1800522 milliseconds before timing out."),
     ("ms-swift 7992", "rank 0: NCCL's watchdog got stuck for 480 s in a CUDA or NCCL call", "[rank0]:[E205 18:11:06.37 ProcessGroupNCCL.cpp:1870] [PG ID 14 PG GUID 117(EXPERT) Rank 0] ProcessGroupNCCL's watchdog "
@@ -202,32 +182,10 @@ def test_an_exit_code(tmp_path: Path, code: int, words: str) -> None:
 @pytest.mark.parametrize(
     "prefix",
     [
-        "[pod/train-3/pytorch] ",
-        "trainer-3  | ",
-        "trainer/3 ",
-        "Oct 24 18:00:01 gpu-3 torchrun[812]: ",
-        "2026-10-24 18:00:01,123 | ERROR | x:3 - ",
-        "2026-01-17T18:48:10.417752845+01:00 stderr F ",  # Kubernetes'
-        "> ",
-    ],
-)
-def test_whatever_stands_in_front_of_each_line(tmp_path: Path, prefix: str) -> None:
-    lost = raised(GLOO, prefix=prefix.replace("3", "0"))
-    left(tmp_path, {"log": steps(1) + lost + raised("ValueError: mine\nat\n", prefix=prefix)})
-    assert reason(tmp_path).startswith("ValueError: mine")
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    [
         "[rank3]: ",
         "\x1b[31m[rank3]:\x1b[0m ",
-        "rank3: ",
         "i.pretrain/0 [default0]:[rank3]: ",  # nemo-run's
         "2025-10-31 03:11:02,473 - SimpleTuner - INFO - [rank3]: ",
-        "[1,3]<stderr>:",  # mpirun's
-        "2019-06-02T16:13:44.884Z: [1,3]<stderr>:",
-        "[1,mpirank:3,algo-1]<stderr>:",
     ],
 )
 def test_two_ranks_that_write_at_once_by_what_stands_in_front(tmp_path: Path, prefix: str) -> None:
@@ -270,9 +228,6 @@ CASES: list[tuple[str, dict[str, str], str]] = [
       "json2": recorded("torch.AcceleratorError: CUDA error: unspecified launch failure")}, "Xid (PCI:0000:97:00): 145, RLW_RXPIPE Fatal XC0 i0 Link 13 (0x0409a0c2)"),
     ("an Xid that a program causes is not more than its exception", {"dmesg": "[19277.97] NVRM: Xid (PCI:0000:97:00): 31, pid=12, name=python3, Ch 00000008, MMU Fault: ENGINE GRAPHICS\n",
       "json2": recorded("torch.AcceleratorError: CUDA error: an illegal memory access was encountered")}, "rank 2: torch.AcceleratorError: CUDA error: an illegal memory access was encountered"),
-    ("AMD's memory, told by the kernel", {"dmesg": "[12.5] amdgpu 0000:03:00.0: amdgpu: socket: 1, die: 0, 0 uncorrectable hardware errors detected in total in gfx block\n"
-      "[1234.5] amdgpu 0000:03:00.0: amdgpu: socket: 0, die: 0, 2 new uncorrectable hardware errors detected in umc block\n", "err0": raised("torch.AcceleratorError: HIP error: unspecified launch failure")},
-     "amdgpu 0000:03:00.0: amdgpu: socket: 0, die: 0, 2 new uncorrectable hardware errors detected in umc block"),
     ("pytorch 72086: a segmentation fault with Python's own frames",
      {"err1": "Fatal Python error: Segmentation fault\n\nThread 0x00007f57168aa700 (most recent call first):\n  <no Python frame>\n\n"
       f'Current thread 0x00007f4ebf9d3740 (most recent call first):\n  File "{LIB}/deep_ep/buffers/elastic.py", line 331 in combine\n'
@@ -291,18 +246,18 @@ CASES: list[tuple[str, dict[str, str], str]] = [
      "rank 4: c10::DistBackendError: NCCL error: remote process exited or there was a network error, NCCL version 2.27.5 Last error: "
      "NET/IB: Got completion from peer 10.0.0.2<1> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=1 vendor_err=129"),
     ("nccl 1664: a link that gave up", {"err8": "host-8:984:1257 [4] NCCL WARN NET/IB: Got completion from peer 7.6.13.83<36315> with status=12 opcode=1 len=0 vendor err 129 (Send)\n" + raised(LOST, prefix="[rank8]: "),
-      "err0": raised(GLOO, prefix="[rank0]: ")}, "rank 8: NCCL: NET/IB: Got completion from peer 7.6.13.83<36315> with status=12 opcode=1 len=0 vendor err 129 (Send)"),
+      "err0": raised(GLOO, prefix="[rank0]: ")}, "rank 8: NCCL: NET/IB: Got completion from peer 7.6.13.83<36315> with status=12 opcode=1 len=0 vendor err 129 (Send) (host host-8, GPU 4)"),
     ("nccl 905: a link that flaps, and those who wait for it", {"slurm": steps(1) + "gpu-1:62:63 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error\n"
       "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2, len 1, vendor err 129\n" + watchdog(0)},
-     "NCCL: NET/IB : Got async event : port error"),
+     "NCCL: NET/IB : Got async event : port error (host gpu-1, GPU 0)"),
     ("AWS' network", {"slurm": steps(1) + "gpu-1:62:63 [1] NCCL WARN NET/OFI Request 0x7f completed with error. RC: 5. Error: 113 (unreachable remote), Completed length: 0\n" + watchdog(0)},
-     "NCCL: NET/OFI Request 0x7f completed with error. RC: 5. Error: 113 (unreachable remote), Completed length: 0"),
+     "NCCL: NET/OFI Request 0x7f completed with error. RC: 5. Error: 113 (unreachable remote), Completed length: 0 (host gpu-1, GPU 1)"),
     ("a link to a process that gave up", {"slurm": watchdog(0) + "gpu-2:62:63 [4] transport/net_ib.cc:1238 NCCL WARN NET/IB : Got completion from peer gpu-1<37948> with error 12, opcode 2\n"}, f"rank 0: {TIMED_OUT}"),
     ("nccl: no interface", {"err0": "gpu-1:62:63 [1] misc/socket.cc:12 NCCL WARN Bootstrap : no socket interface found\n" + raised(LOST, prefix="[rank0]: ")},
-     "rank 0: NCCL: Bootstrap : no socket interface found"),
+     "rank 0: NCCL: Bootstrap : no socket interface found (host gpu-1, GPU 1)"),
     ("nccl 296: ranks do not agree", {"slurm": "gpu-1:62:63 [1] init.cc:1247 NCCL WARN Mismatched collective detected, please check your collective calls at and around rank 39.\n"
       + raised("torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3.", prefix="[rank3]: ")},
-     "NCCL: Mismatched collective detected, please check your collective calls at and around rank 39."),
+     "NCCL: Mismatched collective detected, please check your collective calls at and around rank 39. (host gpu-1, GPU 1)"),
     # --- exceptions ---
     ("CUDA out of memory; the others lose their peer",
      {"slurm": steps(1, 2) + raised(GLOO, prefix="[rank0]:[rank0]: ")
@@ -354,22 +309,14 @@ CASES: list[tuple[str, dict[str, str], str]] = [
      "rank 3: KeyError: 6 (torch/distributed/pipelining/schedules.py:12 in train: stage = stages[index])"),
     ("fields that pydantic refuses", {"err0": raised("pydantic_core._pydantic_core.ValidationError: 1 validation error for Job\nlr\n  Input should be a valid number")},
      "rank 0: pydantic_core._pydantic_core.ValidationError: 1 validation error for Job lr Input should be a valid number"),
-    ("a script that does not parse", {"err0": '  File "/app/train.py", line 5\n    def f(\n         ^\nSyntaxError: \'(\' was never closed\n'}, "rank 0: SyntaxError: '(' was never closed (File \"/app/train.py\", line 5)"),
     ("an endless message", {"json0": recorded("ValueError: " + "x" * 10_000)}, "rank 0: ValueError: xxx…"),
     ("an older torch writes the message alone", {"json0": '{"message": "it broke"}'}, "rank 0: it broke"),
-    ("a shell behind a wrapper", {"log": "".join(f"trainer-3  | {line}\n" for line in [*steps(1).replace("[rank0]:", "").splitlines(), "bash: line 1: 42 Segmentation fault", "Segmentation fault (core dumped)"])}, "Segmentation fault"),
-    ("torchrun's summary behind it", {"log": steps(1) + summary((1, -9), (0, -6), prefix="trainer-3  | ")}, f"rank 1: {BY_SIGKILL}"),
-    ("Loki's records", {"log": records(BAD, labels={"pod": "a"}, line=None)}, "ValueError: bad"),
-    ("Docker's file", {"log": records(BAD, log=None, stream="stderr", time="t")}, "ValueError: bad"),
-    ("a logger's record with all of a traceback", {"log": records("x", level="error", message="failed", exc_info=BAD)}, "ValueError: bad"),
-    ("an exception group", {"err0": "  + Exception Group Traceback (most recent call last):\n  |   File \"/app/a.py\", line 1, in f\n  |     g()\n  | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)\n"
-      "  +-+---------------- 1 ----------------\n    | Traceback (most recent call last):\n    |   File \"/app/b.py\", line 2, in g\n    |     h()\n    | ValueError: inner\n    +------------------------------------\n"}, "rank 0: ValueError: inner"),
     # --- chains of exceptions, and whose counts ---
     ("out of the first exception, a second", {"err2": chained(MINE_2, raised(LOST, prefix="[rank2]: "), prefix="[rank2]: ", words=BETWEEN)}, "rank 2: ValueError: mine"),
     ("a stage of a pipeline that ran out of memory", {"err2": chained(raised("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB", prefix="[rank2]: "),
         raised("RuntimeError: \n            [Stage 1] failed to run forward:\n            args: ('Tensor(torch.Size([1, 2048]), grad=False)',)\n            kwargs: {}", prefix="[rank2]: "), prefix="[rank2]: ")},
      "rank 2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB"),
-    ("want of memory under another name", {"err2": chained(raised("torch.OutOfMemoryError: CUDA out of memory."), raised("RuntimeError: training failed"))}, "rank 2: torch.OutOfMemoryError: CUDA out of memory."),
+    ("want of memory under another name", {"err2": chained(raised("torch.OutOfMemoryError: CUDA out of memory."), raised("RuntimeError: training failed"))}, "rank 2: RuntimeError: training failed, caused by torch.OutOfMemoryError: CUDA out of memory."),
     ("a full disk, then what the writer says", {"err0": chained(raised("OSError: [Errno 28] No space left on device"),
         raised("RuntimeError: [enforce fail at inline_container.cc:664] . unexpected pos 704 vs 598"), words=BETWEEN)}, "rank 0: OSError: [Errno 28] No space left on device"),
     ("a worker that exited says less than why", {"err0": chained(raised("RuntimeError: DataLoader worker (pid 1166833) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory."),
@@ -426,7 +373,7 @@ GOT_OVER: dict[str, dict[str, str]] = {
     "torchrun started it again": {"log": steps(1) + summary((0, 1)) + steps(1, 2, 3, 4)},
     "Slurm started it again": {"log": steps(1) + TIME_LIMIT + steps(1, 2, 3)},
     "after the end": {"log": steps(1, 2) + watchdog(0) + "[titan] Training completed\n"},
-    "before the end, elsewhere": {"log": steps(1, 2) + "[titan] Training completed\n", "slurm": "FATAL:   no overlay\n" + raised("requests.exceptions.HTTPError: 503")},
+    "before the end, elsewhere": {"log": steps(1, 2) + "[titan] Training completed\n", "slurm": raised("requests.exceptions.HTTPError: 503")},
     "processes of others": {"log": steps(1, 2), "dmesg": "[1.2] Out of memory: Killed process 77 (firefox) total-vm:9kB\n[1.3] nvidia-smi[44]: segfault at 0 ip 0 sp 0 error 4 in libc.so[7f]\n"},
     "a container's warning": {"log": steps(1, 2), "slurm": "slurmstepd: error: pyxis: couldn't get list of existing containers\n"},
     "a warning": {"log": steps(1, 2) + "gpu-1:62:63 [1] init.cc:12 NCCL WARN NET/IB : No device found, timeout ignored.\n"},
@@ -587,8 +534,8 @@ def test_torchs_own_dump_is_read(tmp_path: Path) -> None:
     )
     left(tmp_path, {"err0": watchdog(0)})
     (tmp_path / "rank_0").write_bytes(zlib.decompress(base64.b64decode(packed)))
-    ((rank, _, entries),) = failure._dumps(tmp_path)
-    assert (rank, [entry.operation for entry in entries]) == (0, ["all_reduce", "barrier"])
+    entered = [(entry.rank, entry.operation) for entry in flight_recorder._entries(tmp_path) if entry.number]
+    assert entered == [(0, "all_reduce"), (0, "barrier")]
     assert reason(tmp_path) == f"rank 0: {TIMED_OUT}"
 
 
@@ -626,7 +573,6 @@ def test_a_log_beside_events_tells_how_it_ended(tmp_path: Path) -> None:
     left(tmp_path, {"log": steps(1, 2, 3) + MINE_1})
     (run,) = collect(tmp_path)
     assert (run.status.reason, len(run.rows)) == ("rank 1: ValueError: mine", 3)
-    assert run.rows["lr"].tolist()[:2] == pytest.approx([0.001] * 2)
 
 
 def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp_path: Path) -> None:
@@ -651,8 +597,8 @@ def test_what_is_no_log_hides_none_and_is_named(tmp_path: Path) -> None:
     left(tmp_path, {"old.log": "PK\x03\x04"})
     with pytest.raises(BadInput, match=r"left out: .*old\.log is a zip archive"):
         collect(tmp_path)
-    left(tmp_path, {"log": "starting\n {'loss': 7.2}\n"})
-    with pytest.raises(BadInput, match=r"in train\.log either; these look like the Hugging Face Trainer's lines"):
+    left(tmp_path, {"log": "starting\nstep: 1  los\n"})
+    with pytest.raises(BadInput, match=r"in train\.log, and no TensorBoard events; there are step lines, but"):
         collect(tmp_path)
     (run,) = collect(left(tmp_path, {"log": steps(1, 2, 3) + BAD}))
     assert (len(run.rows), run.status.reason) == (3, "ValueError: bad")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -18,24 +18,24 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_support import make_run
-from stand_in import step_text, titan_line
+from run_support import add_launch, make_run
+from stand_in import START, step_text, titan_line
 
 from moelab.cli import main
 from moelab.experiment import Experiment
 from moelab.launch.status import ASK_INTERVAL_S, follow
 from moelab.runs import directory
+from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import (
     KEPT_LINES,
     KEPT_STEPS,
     LONGEST_LINE_CHARACTERS,
-    LogFollower,
+    LogTail,
     RankTable,
     RunNow,
     StudyFollower,
 )
-from moelab.runs.log import read_log
 from moelab.runs.status import State, Status
 from moelab.runs.table import merge_segments
 
@@ -74,9 +74,16 @@ def new_run(runs: Path, text: str = "", **changes: Any) -> RunDir:
     return run
 
 
-def append(run: RunDir, text: str) -> None:
-    with run.log.open("a") as log:
+def append(run: RunDir, text: str, name: str = "logs/train.log") -> None:
+    with (run.path / name).open("a") as log:
         log.write(text)
+
+
+def train(run: RunDir, start_s: float, steps: Sequence[int]) -> None:
+    """One launch of two seconds a step, as ranks keep it."""
+    losses = {step: 8 - step / 100 for step in steps}
+    times = {step: START.timestamp() + start_s + 2 * number for number, step in enumerate(steps, start=1)}
+    add_launch(run, losses, tps=4000.0, memory_gib=10.0, time=times)
 
 
 def polled(runs: Path) -> StudyFollower:
@@ -116,7 +123,6 @@ def test_step_times_are_between_a_ranks_own_lines(tmp_path: Path, text: str, ste
     np.testing.assert_array_equal(one.rank_table.steps, steps)
     np.testing.assert_allclose(one.rank_table.step_time_s, np.tile(seconds, (len(steps), 1)), atol=1e-6)
     np.testing.assert_array_equal(one.rank_table.memory_gib, np.where(np.isnan(seconds), np.nan, 10.0))
-    assert len(one.rows) == len(set(re.findall(r"step: *(\d+) ", text)))
 
 
 def test_256_ranks_over_many_steps_in_bounded_memory(tmp_path: Path) -> None:
@@ -138,48 +144,44 @@ def lists(table: RankTable) -> list[Any]:
     return [table.steps.tolist(), table.step_time_s.round(6).tolist(), table.memory_gib.tolist()]
 
 
-PIPELINE = launch(0, range(1, 9), stages=2) + launch(100, range(6, 15), stages=2)
+def restarted(run: RunDir) -> str:
+    """Its metrics after a requeue at step 8, from step 6."""
+    train(run, 0, range(1, 9))
+    train(run, 100, range(6, 15))
+    return (run.path / "metrics.jsonl").read_text()
 
 
 @settings(max_examples=15)
-@given(st.sampled_from([REQUEUED, PIPELINE, PIPELINE.rstrip("\n")]), st.lists(st.floats(0, 1), max_size=12))
+@given(st.booleans(), st.lists(st.floats(0, 1), max_size=12))
 def test_looking_at_any_moments_gives_what_one_look_gives(
-    tmp_path_factory: pytest.TempPathFactory, text: str, moments: list[float]
+    tmp_path_factory: pytest.TempPathFactory, of_metrics: bool, moments: list[float]
 ) -> None:
     runs = tmp_path_factory.mktemp("runs")
     run = new_run(runs)
-    follower, of_log = StudyFollower(runs), LogFollower(run.log)
-    read, changes = 0, []
+    text, follower, at = restarted(run) if of_metrics else REQUEUED, StudyFollower(runs), 0
+    file = run.path / "metrics.jsonl" if of_metrics else run.log
+    file.write_text("")
     for cut in [*sorted(int(moment * len(text)) for moment in moments), len(text)]:
-        with run.log.open("r+") as log:
-            log.write(" " * read + text[read:cut])  # no byte is read twice: what was is gone
+        with file.open("r+") as being_written:
+            being_written.write(" " * at + text[at:cut])  # no byte is read twice: what was is gone
         follower.poll()
-        changes.append(of_log.poll())
-        read = cut
-    run.log.write_text(text)
-    expected = read_log(run.log).rows
-    assert len(expected) == 17
-    pd.testing.assert_frame_equal(of_log.result().rows, expected)
-    # A row that was given again has replaced the one before.
-    joined = pd.concat(changes).drop_duplicates(["segment", "step"], keep="last").sort_values(["segment", "step"])
-    pd.testing.assert_frame_equal(joined.reset_index(drop=True), expected)
+        lines = follower.runs[0].tail
+        at = cut
+    file.write_text(text)
     one, whole = follower.runs[0], polled(runs).runs[0]
-    assert (lists(one.rank_table), one.tail, one.now) == (lists(whole.rank_table), whole.tail, whole.now)
-    names = ["segment", "step", "loss", "tps", "memory_gib", "time"]
-    pd.testing.assert_frame_equal(one.rows[names], merge_segments(expected)[names])
+    assert str((lists(one.rank_table), lines, one.now)) == str((lists(whole.rank_table), whole.tail, whole.now))
+    assert len(one.rows) == 14 * of_metrics
+    if of_metrics:
+        pd.testing.assert_frame_equal(one.rows, merge_segments(collect_run(run).rows))
 
 
-def test_a_log_that_was_truncated_or_replaced_goes_on(tmp_path: Path) -> None:
-    log, other = tmp_path / "train.log", tmp_path / "new.log"
-    follower = LogFollower(log)
-    log.write_text(launch(0, range(1, 9)))
-    assert follower.poll()["step"].tolist() == list(range(1, 9))
-    log.write_text(launch(100, [8, 9]))
-    assert follower.poll()[["segment", "step"]].values.tolist() == [[1, 8], [1, 9]]
-    other.write_text(step_line(0, 200, 10) + "x" * 3000 + "\n")  # longer than what was read
-    other.replace(log)
-    assert follower.poll()[["segment", "step"]].values.tolist() == [[1, 10]]
-    assert follower.result().rows["step"].tolist() == [*range(1, 9), 8, 9, 10]
+def test_a_log_that_was_truncated_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    tail = LogTail(log)
+    for text, steps in ((launch(0, range(1, 9)), range(2, 9)), (launch(100, [8, 9, 10]), [*range(2, 8), 9, 10])):
+        log.write_text(text)
+        tail.poll()
+        assert tail.table(RANKS).steps.tolist() == [*steps]
 
 
 def test_the_last_lines_are_those_beside_the_steps_without_colours(tmp_path: Path) -> None:
@@ -193,14 +195,15 @@ def test_the_last_lines_are_those_beside_the_steps_without_colours(tmp_path: Pat
 
 
 def test_where_a_run_is(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, range(1, 6)))
+    run = new_run(tmp_path)
+    train(run, 0, range(1, 6))
     follower = polled(tmp_path)
     now = RunNow(
         name=run.name, arm="bf16_standard", seed=0, status=run.status, step=5, steps=20, loss=7.95, tps=4000.0,
         memory_gib=10.0, step_time_s=2.0, segments=1,
     )  # fmt: skip
     assert (follower.runs[0].now, now.left_s) == (now, 15 * 2.0)
-    append(run, step_line(0, 20, 6, loss=math.nan))
+    append(run, '{"segment": 0, "step": 6, "loss": NaN}\n', "metrics.jsonl")
     assert [one.now.status.reason for one in follower.poll()] == ["loss is nan at step 6 (segment 0)"]
     run.set_status(Status(state=State.FAILED))
     assert math.isnan(polled(tmp_path).runs[0].now.left_s)
@@ -210,11 +213,12 @@ def test_runs_that_appear_later_are_found_and_nothing_new_is_no_news(tmp_path: P
     now = 0.0
     follower = StudyFollower(tmp_path / "runs", clock=lambda: now)
     assert (follower.poll(), follower.all_final) == ([], False)
-    run = new_run(tmp_path / "runs", step_line(0, 0, 1) + step_line(0, 2, 2))
+    run = new_run(tmp_path / "runs")
+    train(run, 0, [1, 2])
     assert follower.poll() == []
     now = 10.0
     assert [(one.run, one.now.step) for one in follower.poll()] == [(run, 2)]
-    assert (follower.poll(), follower.rows["loss"].tolist()) == ([], [7.0, 7.0])
+    assert (follower.poll(), follower.rows["loss"].tolist()) == ([], [7.99, 7.98])
     run.set_status(Status(state=State.COMPLETED))
     assert (follower.poll(), follower.all_final) == (follower.runs, True)
 
@@ -231,7 +235,20 @@ def test_the_newest_attempt_of_each_arm_and_seed_is_followed(tmp_path: Path) -> 
     assert known == [(newest, "bf16_standard", None, 0, 1), (made[2], "bf16_standard", 1, 20, 1)]
 
 
+def test_a_finished_run_of_an_earlier_version_is_shown_with_what_its_log_has(tmp_path: Path) -> None:
+    run = new_run(tmp_path, launch(0, range(1, 6)))
+    assert polled(tmp_path).runs[0].now.step == 0
+    run.set_status(Status(state=State.COMPLETED))
+    one = polled(tmp_path).runs[0]
+    assert (one.now.step, one.now.loss, one.rows["loss"].tolist()) == (5, 7.95, [7.99, 7.98, 7.97, 7.96, 7.95])
+
+
 # The terminal
+
+
+def record(step: int, loss: float, seconds: float) -> str:
+    values = {"loss": loss, "tps": 4000.0, "memory_gib": 10.0, "time": START.timestamp() + seconds}
+    return json.dumps({"segment": 0, "step": step, **values}) + "\n"
 
 
 class Terminal(io.StringIO):
@@ -256,11 +273,12 @@ def watched(path: Path, out: io.StringIO, *events: Callable[[], Any], **options:
 
 
 def test_in_a_pipe_each_change_is_one_line_until_all_have_ended_and_none_begins(tmp_path: Path) -> None:
-    run = new_run(tmp_path, launch(0, [1, 2]))
+    run = new_run(tmp_path)
+    train(run, 0, [1, 2])
     begun: list[RunDir] = []
     events = [
         lambda: None,
-        lambda: append(run, step_line(0, 6, 3)),
+        lambda: append(run, record(3, 7.0, 6), "metrics.jsonl"),
         lambda: run.set_status(Status(state=State.FAILED, reason="rank 1: ValueError: x")),
         lambda: begun.append(make_run(tmp_path, experiment(seed=1), [8.0, 7.0])),
         *[lambda: None] * 100,
@@ -284,6 +302,7 @@ def test_on_a_terminal_it_is_redrawn_with_last_lines_and_what_the_scheduler_answ
     monkeypatch.setenv("COLUMNS", "120")
     run, waits = new_run(tmp_path, REQUEUED), directory.create(tmp_path, experiment(seed=1))
     waits.set_status(Status(state=State.SUBMITTED, reason="Priority", updated=0.0))
+    restarted(run)
     run.set_status(run.status)
     asked: list[int] = []
 
@@ -313,7 +332,8 @@ def test_on_a_terminal_it_is_redrawn_with_last_lines_and_what_the_scheduler_answ
 
 
 def test_ctrl_c_leaves_the_runs_alone_and_a_view_is_no_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = new_run(tmp_path, launch(0, [1, 2]))
+    run = new_run(tmp_path)
+    train(run, 0, [1, 2])
     command = [sys.executable, "-m", "moelab", "status", str(tmp_path), "--follow"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None

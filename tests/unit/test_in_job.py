@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stand_in import step_line
+from run_support import add_launch
 
 from moelab.experiment import Experiment
 from moelab.launch import in_job, node
@@ -68,7 +68,7 @@ def trains(last: int, *, stopped: bool = False) -> Ranks:
     """Ranks that log so many steps; stopped, they have saved the last."""
 
     def ranks(start: Start, _is_over: Callable[[], object]) -> int:
-        start.run.log.write_text("".join(step_line(step, 8.0) for step in range(1, last + 1)))
+        add_launch(start.run, dict.fromkeys(range(1, last + 1), 8.0))
         if stopped:
             (start.run.path / directory.STOPPED_FILE).write_text(json.dumps({"step": last}))
         return 0

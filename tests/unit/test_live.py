@@ -169,7 +169,8 @@ def test_the_view_is_there_at_once_and_follows_in_place(tmp_path: Path, view: An
     shown_in_a_browser(shown)
     (place,) = shown.place.children
     assert list(shown.figures["loss"].data[0].y) == [8.0, 7.9]
-    run.log.write_text(running(tmp_path / "other", (8.0, 7.9, 7.5), precision="fp8").log.read_text())
+    other = running(tmp_path / "other", (8.0, 7.9, 7.5), precision="fp8")
+    (run.path / "metrics.jsonl").write_text((other.path / "metrics.jsonl").read_text())
     shown.follower._found_at = -np.inf
     shown.update()
     assert shown.place.children == (place,)

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
-import pandas as pd
 import pytest
 import stand_in
 import yaml
@@ -29,13 +28,13 @@ from training_support import wait_for
 from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, make_study
-from moelab.launch import ends, local, torchrun
+from moelab.launch import local, torchrun
 from moelab.launch.local import StudyRun, run_study
 from moelab.launch.progress import Bars, Progress, progress_of
 from moelab.launch.status import refresh
 from moelab.machine import boot_id
 from moelab.runs import directory
-from moelab.runs.collect import collect
+from moelab.runs.collect import collect, collect_run
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import RESERVE, State, Status
 
@@ -92,7 +91,7 @@ def end_of(run: RunDir) -> tuple[State, str | None]:
 
 
 def logged_steps(run: RunDir) -> list[int]:
-    return pd.read_parquet(run.path / "metrics.parquet")["step"].tolist()
+    return collect_run(run).rows["step"].tolist()
 
 
 def test_a_run_that_completes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +119,7 @@ def test_a_run_that_completes(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("die", "rank 1: ValueError: the vocabulary is too small", 2),
         ("rank_killed", "rank 1: killed by SIGKILL (often the system running out of memory)", 2),
-        ("nan", "rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 2),
+        ("nan", "rank 0: RuntimeError: Loss is not finite (global_avg_loss=nan) at step 3.", 3),
         ("nan_unseen", "loss is nan at step 4 (segment 0)", 4),
         ("short", "training ended at step 2 of 4", 2),
         ("wordless", "torchrun ended with exit code 7; see train.log", 0),
@@ -181,7 +180,7 @@ def test_a_second_launcher_is_refused(runs: Path) -> None:
 def test_runs_that_nobody_ended_are_closed(runs: Path) -> None:
     study = study_of(seeds=(0, 1))
     running = directory.create(runs, study.experiments[0])
-    running.log.write_text(stand_in.step_line(1, 8.0))
+    stand_in.log_step(running.path, 1, 8.0)
     running.set_status(Status(state=State.RUNNING, attempts=1))
     of_another_field = directory.create(runs, study.experiments[0].model_copy(update={"steps": 9}))
     unreadable, job = (directory.create(runs, study.experiments[1]) for _ in range(2))
@@ -354,29 +353,6 @@ def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp
     assert torchrun("0").communicate()[0] == "moelab: torchrun has died; a rank does not train on alone\n"
 
 
-def test_what_torchrun_did_not_copy_any_more_is_in_the_metrics(runs: Path) -> None:
-    """A line that it was writing is there once and whole; one that a rank was writing is not."""
-    run = directory.create(runs, study_of().experiments[0])
-    step = [stand_in.step_line(number, 8.0 - number).removeprefix("[rank0]:") for number in range(1, 5)]
-    files = {0: ["hello\n", *step[:3], "hello\n", step[3][:70]], 1: ["hello\n", "\n", "world\n"]}
-    for rank, lines in files.items():
-        folder = run.log.parent / "none_x" / "attempt_0" / str(rank)
-        folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text("".join(lines))
-        (folder / "stdout.log").write_text("")
-    run.log.write_text(f"[rank1]:hello\n[rank0]:hello\n[rank0]:{step[0]}[rank1]:\n[rank0]:{step[1][:-25]}")
-    run.set_status(Status(state=State.RUNNING, attempts=1))
-    launch(runs, study_of())
-    assert (logged_steps(run), collect(run.path)[0].segments) == ([1, 2, 3], 1)
-    assert run.log.read_text().count("[rank0]:hello\n") == 2
-    assert run.log.read_text().endswith("[rank1]:world\n")
-    ends.complete_log(run)
-    assert collect(run.path)[0].rows["step"].tolist() == [1, 2, 3]
-
-
-# A full disk
-
-
 @pytest.mark.parametrize("writes", ["write_json", "write_whole"])
 def test_a_disk_that_is_full_before_the_ranks_start(runs: Path, monkeypatch: pytest.MonkeyPatch, writes: str) -> None:
     monkeypatch.setattr(local, writes, FULL_DISK)
@@ -402,10 +378,10 @@ def test_a_disk_without_space_is_refused_and_one_that_fills_ends_the_run(
 
 
 def test_results_that_cannot_be_written_do_not_undo_the_run(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelab.runs.collect.write_whole", FULL_DISK)
+    monkeypatch.setattr("moelab.runs.collect.write_json", FULL_DISK)
     done, _ = launch(runs, study_of())
     assert states(done) == ["completed"]
-    assert not (done.runs[0].path / "metrics.parquet").exists()
+    assert not (done.runs[0].path / "results.json").exists()
     (collected,) = collect(done.runs[0].path)
     assert collected.finished
     assert collected.rows["step"].tolist() == [1, 2, 3, 4]

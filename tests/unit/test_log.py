@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import json
 import logging
 import lzma
 import math
@@ -12,14 +11,13 @@ import re
 import textwrap
 import tracemalloc
 from collections.abc import Callable, Iterable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, timedelta
 from itertools import chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_in import START
@@ -130,8 +128,6 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
 
 
 LOCAL, AS_UTC = START.timestamp() + 5.481, START.replace(tzinfo=UTC).timestamp() + 5.481
-THIS_YEAR = START.replace(year=datetime.now().year)
-LATEST = THIS_YEAR.replace(year=THIS_YEAR.year - (datetime.now() + timedelta(days=1) < THIS_YEAR))
 # What stands around a TEXT, and the moment of the first.
 STAMPS = {
     "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # torchrun
@@ -139,13 +135,9 @@ STAMPS = {
     "%Y-%m-%dT%H:%M:%S.481123456Z [rank0]: TEXT": AS_UTC,  # kubectl --timestamps
     "train\tRun\t%Y-%m-%dT%H:%M:%S.4810000Z TEXT": AS_UTC,  # GitHub Actions
     "%Y-%m-%dT%H:%M:%S.481+02:00 TEXT": AS_UTC - 7200,
-    "%s.481 TEXT": LOCAL,
     "[%Y-%m-%d %H:%M:%S,481794][I][components/metrics:437:log] TEXT": LOCAL,  # auroraGPT-ANL/torchtitan, aurora.md
     "%Y-%m-%d %H:%M:%S.481 | INFO     | torchtitan.metrics:log:437 - TEXT": LOCAL,  # loguru
     "[%m/%d/%y %H:%M:%S] INFO     TEXT      metrics.py:437": LOCAL - 0.481,  # rich
-    '{"log": "TEXT\\n", "stream": "stdout", "time": "%Y-%m-%dT%H:%M:%S.481Z"}': AS_UTC,  # docker
-    '{"asctime": "%Y-%m-%d %H:%M:%S,481", "message": "TEXT"}': LOCAL,
-    "%b %d %H:%M:%S gpu-01 torchrun[123]: [rank0]: TEXT": LATEST.timestamp() + 5,  # syslog says no year
     "TEXT": math.nan,
 }
 
@@ -160,20 +152,13 @@ def test_time_stamps_and_what_else_stands_around_a_line(around: str, first: floa
     assert rows["time"].tolist() == pytest.approx([first, first + 5, first + 10], abs=1e-3, nan_ok=True)
 
 
-# JSON has other signs of a colour, `cat -v` and rsyslog too, and a paste has none.
-@pytest.mark.parametrize("escape", ["\x1b", "\\u001b", "\\x1b", "\\033", "^[", "#033", ""])
+# `cat -v` and rsyslog have other signs of a colour, and a paste has none.
+@pytest.mark.parametrize("escape", ["\x1b", "^[", "#033", ""])
 def test_a_line_in_colour(escape: str) -> None:
     text = "E[31mstep: {}  E[38;2;180;60;0mloss: 7.5  E[33mmemory: 1.00GiB(1.00%)  E[34mtps: 4,000E[39m"
     rows = read_log([stamped(n, text.format(n).replace("E[", f"{escape}[")) for n in (1, 2)]).rows
     assert rows[["step", "loss", "tps"]].values.tolist() == [[1, 7.5, 4000], [2, 7.5, 4000]]
     assert rows["time"].tolist() == [START.timestamp() + n for n in (1, 2)]
-
-
-def test_a_log_in_one_line_of_json() -> None:
-    lines = [[str(1789344000 + n) + "0" * 9, step(n, 8 - n / 1000)] for n in range(1, 2001)]
-    rows = read_log([json.dumps({"streams": [{"stream": {"app": "train"}, "values": lines}]})]).rows
-    assert rows["step"].tolist() == list(range(1, 2001))
-    assert rows["time"].tolist() == [1789344000.0 + n for n in range(1, 2001)]
 
 
 # pytorch/torchtitan#3932 and #1902: logs that were pasted and wrapped.
@@ -213,7 +198,7 @@ def test_lines_and_events_that_torchtitan_itself_writes(
     formatter = logging.Formatter("[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s")
     records = [record for record in caplog.records if "step: " in record.getMessage()]
     names = ["step", "loss", "grad_norm", "memory_gib", "memory_pct", "tps", "tflops", "mfu"]
-    for read in (read_log([formatter.format(record) for record in records]), read_tensorboard(tmp_path)):
+    for read in (read_log([formatter.format(record) for record in records]), *read_tensorboard(tmp_path)):
         (row,) = read.rows[names].values.tolist()
         assert row == pytest.approx([1200, 3.1842, 0.221, 151.07, 84.71, 12846, 1027.68, 51.384], rel=1e-4)
         assert read.rows["time"][0] == pytest.approx(records[0].created, abs=0.1)
@@ -322,13 +307,12 @@ def test_a_file_without_steps_is_an_empty_table_and_a_missing_one_is_refused(tmp
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {
-    "xz": lzma.compress, "gz": gzip.compress, "bz2": lambda data: bz2.compress(data, 1), "zst": zstandard.compress
+    "xz": lzma.compress, "gz": gzip.compress, "bz2": lambda data: bz2.compress(data, 1)
 }  # fmt: skip
 WRITTEN: dict[str, Callable[[str], bytes]] = {
     # in two parts, as `cat a.gz b.gz` joins them
     **{kind: lambda text, pack=pack: pack(text[:300].encode()) + pack(text[300:].encode())
        for kind, pack in PACKED.items()},
-    **{name: lambda text, name=name: text.encode(name) for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-8-sig")},
     "a hole before it": lambda text: bytes(4096) + b"\n" + text.encode(),
 }  # fmt: skip
 
@@ -363,16 +347,10 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
         ("step: 1  loss: 7,20000  memory: 1,00GiB(1,00%)  tps: 4.000  mfu: N/A\n", "decimal comma ('loss: 7,20000')"),
         ("step: 1  loss: 7.2  memory: 1.00GiB(1.00%)  tps: 4_000  mfu: N/A\n", "cut off or in another format"),
         ("step:  1  los\nfoo\n", "cut off or in another format"),
-        (" iteration       10/     100 | consumed samples: 80 | lm loss: 7.2E+00 |", "look like Megatron-LM's lines"),
-        ("Training epoch 0, iteration 10/99 | lr: 1e-4 | reduced_train_loss: 7.2", "look like NeMo's"),
-        ("{'loss': 7.2, 'grad_norm': 1.1, 'learning_rate': 1e-4, 'epoch': 0.1}", "the Hugging Face Trainer's"),
-        ('{"loss": 7.2, "grad_norm": 1.1, "learning_rate": 1e-4}', "the Hugging Face Trainer's"),
-        ("step 10 | epoch 0 | loss 7.2 | grad_norm 1.2 | lr 1e-5 | tps 4000.0", "look like NeMo's"),
-        ("1|10|Loss: 7.2: 10%", "torchtune's"),
-        ("steps: 10 loss: 7.2000 iter time (s): 0.5 samples/sec: 100", "DeepSpeed's"),
-        ("completed step: 10, seconds: 2.0, TFLOP/s/device: 300.0, loss: 7.2", "MaxText's"),
         ("step by step\n", "no TorchTitan step line ('step: N  loss: …"),
         (b"PK\x03\x04", "is a zip archive"),
+        (b"\x28\xb5\x2f\xfd", "is compressed with zstd"),
+        ("step: 1".encode("utf-16"), "is in UTF-16"),
         (bytes(range(256)), "it is binary"),
     ],
 )
@@ -414,7 +392,6 @@ THREE = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
 AUTUMN = launch(1, 10, 3600) + [
     line for line in launch(11, 20, 30) if "step:" in line
 ]  # the clock goes back by an hour
-NEWEST_FIRST = without_times(launch(11, 30, 0) + launch(1, 12, 0, 0.004))
 TWO = [(f"job (run {number} of 2)", 1, [*range(1, 31)]) for number in (1, 2)]
 RESTART_OF_THREE = [("job", 3, [*range(1, 13), *range(11, 23), *range(21, 31)])]
 
@@ -427,7 +404,6 @@ RESTART_OF_THREE = [("job", 3, [*range(1, 13), *range(11, 23), *range(21, 31)])]
         ],  # in whatever order they are pasted
         (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), [("job", 2, [*range(1, 6), *range(1, 31)])]),  # no checkpoint
         (AUTUMN, [("job", 1, [*range(1, 21)])]),
-        (NEWEST_FIRST, [("job", 2, [*range(1, 13), *range(11, 31)])]),
         *[(lines, TWO) for lines in (ONE + OTHER, OTHER + ONE, without_times(ONE + OTHER))],  # of other seeds
         (launch(1, 30, 0, ep=8) + launch(1, 30, 1000, 0.0001, ep=4), TWO),  # of other settings
     ],
@@ -459,7 +435,6 @@ def test_two_runs_whose_lines_are_mixed_are_refused(tmp_path: Path, lag: int) ->
     ("line", "rank"),
     [
         ("Building device mesh with parallelism: pp=4, dp_replicate=1, dp_shard=64, cp=1, tp=1, ep=8", "rank 192"),
-        ("Building 2-D device mesh with ['pp', 'dp_shard'], [4, 2]", "rank 6"),
         ("Pipeline Parallel loss is not visible. Please add \x1b[33mrank 24\x1b[31m to LOG_RANK", "rank 24"),
         ("another", "the first rank of the last stage"),
     ],

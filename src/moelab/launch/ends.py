@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,10 +16,9 @@ from moelab.launch.torchrun import end_processes, launches_of, living
 from moelab.machine import boot_id
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import RunDir
-from moelab.runs.failure import cause
+from moelab.runs.failure import Statement, cause
 from moelab.runs.log_text import tail
 from moelab.runs.side_files import converted_modules
-from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 
 LOCK_WAIT_S = 1.0
@@ -75,34 +73,12 @@ def close_orphans(runs: Iterable[RunDir]) -> int:
     }
     killed = end_processes([launch for run in orphans for launch in launches_of(run)])
     for run, status in orphans.items():
-        complete_log(run)
         close(run, replace(status, state=State.FAILED, reason="the launcher was killed"))
     return killed
 
 
-def complete_log(run: RunDir) -> None:
-    """Append to ``train.log`` the lines that ranks wrote and a killed torchrun had not copied yet.
-
-    torchrun copies each rank's files in order, ten times a second: what it missed is the end of a file, after the last
-    line that both have. A line that was cut off in the middle is copied again, whole.
-    """
-    files = sorted(run.log.parent.glob("*/attempt_*/[0-9]*/std*.log"))
-    if not files:
-        return
-    with suppress(OSError), run.log.open("rb+") as log:
-        text = log.read()
-        log.truncate(log.seek(text.rfind(b"\n") + 1))  # cut off the line that torchrun was writing
-        copied = set(text.splitlines())
-        for file in files:
-            prefix = f"[rank{file.parent.name}]:".encode()
-            lines = [prefix + line for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
-            times = Counter(lines)  # a line that occurs twice does not tell which of the two was copied
-            last = max((at for at, line in enumerate(lines) if line in copied and times[line] == 1), default=-1)
-            log.write(b"".join(line + b"\n" for line in lines[last + 1 :]))
-
-
 def close(run: RunDir, status: Status, left: Collected | None = None) -> None:
-    """Write the final status first; metrics and results can be made again from the log at any time.
+    """Write the final status first; results can be made again from the metrics at any time.
 
     ``left`` is what the run left, where :func:`ended` has read that already.
     """

@@ -3,8 +3,8 @@
 A finished study is left as it is; an interrupted one continues with what is missing. Only one launcher at a time works
 on a study, so a run that says ``running`` while no launcher holds the study was left behind by one that was killed.
 
-The launcher holds nothing that a kill could lose: torchrun writes to a file, the metrics are read from that file, and
-the status file is replaced whole. torchrun ends when the launcher dies, and ranks die with torchrun once they have
+The launcher holds nothing that a kill could lose: ranks append to ``metrics.jsonl``, and the status file is replaced
+whole. torchrun ends when the launcher dies, and ranks die with torchrun once they have
 loaded enough to ask for it; whatever survives is killed before the next run trains.
 """
 
@@ -28,7 +28,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json, write_whole
 from moelab.launch.capability import refusals_of
-from moelab.launch.ends import close, close_orphans, complete_log, ended, only_launcher
+from moelab.launch.ends import close, close_orphans, ended, only_launcher
 from moelab.launch.progress import Row, Say, progress_of, say_on_stderr
 from moelab.launch.status import require_no_jobs
 from moelab.launch.torchrun import Command, Process, command
@@ -37,7 +37,8 @@ from moelab.model import TOKENIZERS, shape_for
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run
 from moelab.runs.directory import Discovery, RunDir
-from moelab.runs.follow import LogFollower
+from moelab.runs.metrics import FILE as METRICS_FILE
+from moelab.runs.metrics import MetricsTail
 from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
 
@@ -160,12 +161,12 @@ def _train(run: RunDir, launched: Command, on_row: Callable[[Row], None]) -> tup
     # With the boot, a later process here can tell that this launcher is dead (`close_killed`).
     status = Status(state=State.RUNNING, attempts=1, boot_id=boot_id())
     run.set_status(status)
-    follower = LogFollower(run.log)
+    follower = MetricsTail(run.path / METRICS_FILE)
 
     def report() -> None:
-        rows = follower.poll()
-        if len(rows):
-            on_row(rows.iloc[-1].to_dict())
+        steps = [record for record in follower.poll() if record.get("tps")]  # not one that failed, or held-out text
+        if steps:
+            on_row(steps[-1])
 
     with run.log.open("ab") as log, Process(launched, log) as process:
         while process.poll() is None:
@@ -174,9 +175,6 @@ def _train(run: RunDir, launched: Command, on_row: Callable[[Row], None]) -> tup
             report()
             if problem := no_space(run.path):  # ranks would train on, and their logs be lost
                 return replace(status, state=State.FAILED, reason=problem), None
-    # torchrun was killed and did not copy the last lines of its ranks.
-    if process.returncode < 0:
-        complete_log(run)
     report()  # what was logged since the last look
     return ended(run, replace(status, exit_code=process.returncode), run.log.parent)
 

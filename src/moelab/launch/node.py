@@ -22,7 +22,7 @@ from moelab.launch.torchrun import NODE_VARIABLE, Command, Process, command, end
 from moelab.machine import environment
 from moelab.runs.collect import Collected
 from moelab.runs.directory import STOP_VARIABLE, STOPPED_FILE, RunDir
-from moelab.runs.statements import Kind
+from moelab.runs.failure import Kind
 from moelab.runs.status import BY_CANCEL, State, Status
 
 POLL_S = 0.2

@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from moelab.privacy import without_secrets
 from moelab.runs.follow import format_seconds
 
 LINE_INTERVAL_S = 5.0
-Row = Mapping[Hashable, float]
+Row = Mapping[str, Any]
 Say = Callable[[str], None]
 
 

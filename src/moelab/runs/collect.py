@@ -1,19 +1,12 @@
-"""From what a run left to rows: its log and its TensorBoard events, or a log, a folder or an export from elsewhere.
+"""From what a run left to rows: its ``metrics.jsonl``, or a log, a folder or an export from elsewhere.
 
 A folder from elsewhere may be what a job left there: its log, torchrun's folders of single ranks, ``slurm-*.out``,
 ``dmesg``. They are one run, whose rows are those of the log, or of the rank that has the loss.
-
-The log is written line by line and the events every two minutes, so a killed run has all its steps in the log; the
-events have more digits and the learning rate. Both are read and united. ``metrics.parquet`` and ``results.json`` are
-derived from them and can be made again at any time. They are read instead, which takes a tenth of the time, for as long
-as the log and the events are byte for byte those that they were derived from.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
-import io
 import json
 import math
 import os
@@ -26,46 +19,40 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-from pyarrow.parquet import ParquetFile
 
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
-from moelab.files import finite_or_none, write_json, write_whole
+from moelab.files import finite_or_none, write_json
 from moelab.privacy import each_text, one_line, without_secrets
-from moelab.runs import directory
+from moelab.runs import directory, metrics
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
-from moelab.runs.failure import cause, rank_folders
+from moelab.runs.failure import Statement, cause, rank_folders
 from moelab.runs.log import read_log, read_runs
 from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
+from moelab.runs.metrics import read_metrics
 from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
-from moelab.runs.statements import Statement
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
-    COLUMNS,
     Columns,
     MetricsRead,
-    combine,
     grad_norm_finding,
     merge_segments,
     metrics_table,
     throughput_rows,
 )
-from moelab.runs.tensorboard import NotATensorBoardFolder, event_files, read_tensorboard, tensorboard_runs
-from moelab.runs.wandb_export import is_export, read_wandb
+from moelab.runs.tensorboard import event_files, read_tensorboard
+from moelab.runs.wandb import is_export, read_wandb
 
-RESULTS_FILE, METRICS_FILE = "results.json", "metrics.parquet"
-READER_VERSION = 4
-"""Of what a log and events are read as; raised when that changes, so that no table of an earlier reader is used."""
+RESULTS_FILE = "results.json"
 WARMUP_STEPS = 3
-_LOG_NAME = re.compile(  # of launchers, Slurm, PBS (train.o123), rotated files and the kernel
-    r"(?:^|\.)(log|out|err|txt|stdout|stderr|[oe]\d+)(\.\d+)?(\.(gz|xz|zst|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
+_LOG_NAME = re.compile(  # of launchers, Slurm, rotated files and the kernel
+    r"(?:^|\.)(log|out|err|txt|stdout|stderr)(\.\d+)?(\.(gz|xz|bz2))?$|^(dmesg|messages|syslog|stdout|stderr)\b"
 )
 _FOR_ITS_LOSS = re.compile(
-    r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,2}? ({0}) \b  # loss is not finite, global_avg_loss=nan, loss became NaN
+    r"""(?ix) loss(?![a-z]) \W+ (\w+\W+){0,4}? ({0}) \b  # loss or gradient norm is not finite, loss became NaN
     | \b ({0}) \W+ ((training|validation)\W+)? loss \b | \b (loss|training) \W+ (\w+\W+){0,2}? diverged \b
     """.replace("{0}", r"not\ finite|non-?finite|nan|[-+]?inf(inite|inity)?")
 )
@@ -89,9 +76,6 @@ class Collected(SideFiles):
     # NaN or Inf by the step that reported it as its gradient norm
     grad_norm_not_finite: Mapping[int, float] = field(default_factory=dict)
     load: ExpertLoad | None = None
-    read: MetricsRead | None = None
-    # digests of the log and the events by their path, when they were read; empty if one of them could not be
-    sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # what a reader should know of its source
 
     @property
@@ -174,6 +158,7 @@ class Collected(SideFiles):
             "seed": self.seed,
             "status": self.status.state.value,
             "reason": self.status.reason,
+            "diverged": self.diverged,
             "damaged": list(self.damaged),
             "notes": list(self.notes),
             "segments": self.segments,
@@ -198,10 +183,7 @@ class Collected(SideFiles):
 def collect_run(run: RunDir) -> Collected:
     """Read a run directory."""
     experiment, status = run.experiment, run.status
-    sources = _sources(run)
-    read, unread = _read_saved(run, sources), list[str]()
-    if read is None:  # never saved, or the log has grown since
-        read, unread = _read_log_and_events(run, status)
+    read, unread = numbers_of(run, status)
     side = read_side_files(run, experiment, started=bool(len(read.columns["step"])))
     load, damaged = None, [*unread, *side.damaged]
     try:
@@ -209,13 +191,13 @@ def collect_run(run: RunDir) -> Collected:
     except BadInput as error:
         damaged.append(str(error))
     diverged = read.reason
-    # The log may lack the step whose loss was not finite; then the reason alone says it.
+    # A step whose loss was not finite may have no row; then the reason alone says it.
     if status.state in (State.FAILED, State.CANCELLED) and _FOR_ITS_LOSS.search(status.reason or ""):
         diverged = diverged or status.reason
     if read.reason and not (status.state is State.FAILED and status.reason):  # the launcher's own reason says more
         status = replace(status, state=State.FAILED, reason=read.reason)
     return Collected(
-        **{**vars(side), "damaged": tuple(damaged)},  # of its log, its side files and its load
+        **{**vars(side), "damaged": tuple(damaged)},  # of its numbers, its side files and its load
         run=run.name,
         arm=experiment.arm,
         seed=experiment.seed,
@@ -231,9 +213,28 @@ def collect_run(run: RunDir) -> Collected:
         load=load,
         notes=(*read.notes, *_traced_notes(experiment, status, side.traces)),
         grad_norm_not_finite=read.grad_norm_not_finite,
-        read=read,
-        sources={} if unread else sources,  # what could not be read is tried again each time
     )
+
+
+def numbers_of(run: RunDir, status: Status) -> tuple[MetricsRead, list[str]]:
+    """What the run logged, and which file cannot be read; of a run before moelab 0.3, which has a log alone, that."""
+    name = metrics.FILE
+    try:
+        return read_metrics(run.path / name), []
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        return read_log([]), [f"{name} cannot be read ({error.strerror})"]
+    log = f"logs/{run.log.name}"
+    try:
+        read = read_log(run.log)
+    except NotALog as error:
+        is_over = status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING)
+        words = f"{log} is missing" if not run.log.exists() else str(error).removeprefix(f"{run.path}/")
+        return read_log([]), [f"{name} is missing, and {words}"] * is_over
+    if not len(read.columns["step"]):  # it may have ended before its first step
+        return read, [f"{name} is missing"] if status.state is State.COMPLETED else []
+    return replace(read, notes=(f"{name} is missing: read from {log}, which rounds", *read.notes)), []
 
 
 def _slowed_steps(experiment: Experiment) -> range:
@@ -279,6 +280,42 @@ def collect_runs(runs: Iterable[RunDir]) -> list[Collected]:
             gc.enable()
 
 
+def newest(collected: Iterable[Collected]) -> list[Collected]:
+    """Of the attempts at each arm and seed, the finished one, else one that diverged, else the latest.
+
+    A divergence is not undone by a later attempt that was lost to a machine.
+    """
+    chosen: dict[tuple[str, int | None], Collected] = {}
+    # In order of worth: of one arm and seed the last is kept.
+    for one in sorted(collected, key=lambda one: (one.finished, one.diverged is not None, one.run)):
+        chosen[one.arm, one.seed] = one
+    return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
+
+
+def save_results(run: RunDir, collected: Collected) -> None:
+    """Write ``results.json``: the run in a few numbers."""
+    merged = merge_segments(collected.rows)
+    counted = throughput_rows(collected.rows, warmup_steps=WARMUP_STEPS)
+    results = {
+        "status": collected.status.state.value,
+        "reason": collected.status.reason,
+        "steps": collected.last_step,
+        "segments": collected.segments,
+        "last_loss_nats": finite_or_none(merged["loss"].iloc[-1]) if len(merged) else None,
+        "validation_loss_nats": finite_or_none(collected.validation_loss),
+        "tps_median": finite_or_none(counted["tps"].median()),
+        "warmup_steps_left_out": WARMUP_STEPS,
+        "memory_gib_peak": finite_or_none(merged["memory_gib"].max()),
+        "mxfp8": collected.converted,
+        "dispatcher": collected.dispatcher,
+        **collected.grad_norm_json,
+    }
+    write_json(run.path / RESULTS_FILE, results)
+
+
+# From elsewhere
+
+
 def collect(path: Path) -> list[Collected]:
     """Read whatever is at a path: run directories at or below it, a TorchTitan log, TensorBoard events, a W&B export.
 
@@ -297,11 +334,11 @@ def collect(path: Path) -> list[Collected]:
         raise BadInput("\n".join(discovered.lines))
     if discovered and discovered.runs:
         return collect_runs(discovered.runs)
-    reads, ended = _read_elsewhere(path)
-    name = path.stem.removesuffix(".log")
+    reads, ended = _read_folder(path) if path.is_dir() else _read_file(path)
     # Of several runs, the one that logged last is the one that ended; without times it is the last.
     ends = [np.fmax.reduce(read.columns.get("time", ()), initial=-math.inf) for read in reads]
     last = max(zip(ends, range(len(ends)), strict=True))[1]
+    name = path.stem.removesuffix(".log")
     collected = [
         _from_elsewhere(read, name, ended if number == last else None)
         for number, read in enumerate(reads)
@@ -312,143 +349,7 @@ def collect(path: Path) -> list[Collected]:
     return collected
 
 
-def newest(collected: Iterable[Collected]) -> list[Collected]:
-    """Of the attempts at each arm and seed, the finished one, else one that diverged, else the latest.
-
-    A divergence is not undone by a later attempt that was lost to a machine.
-    """
-    chosen: dict[tuple[str, int | None], Collected] = {}
-    # In order of worth: of one arm and seed the last is kept.
-    for one in sorted(collected, key=lambda one: (one.finished, one.diverged is not None, one.run)):
-        chosen[one.arm, one.seed] = one
-    return sorted(chosen.values(), key=lambda one: (one.arm, one.seed or 0))
-
-
-def save_results(run: RunDir, collected: Collected) -> None:
-    """Write ``metrics.parquet`` and ``results.json``, each whole or not at all."""
-    # The table first: results.json holds its digest, so after a kill between the two the old results are not used.
-    buffer = io.BytesIO()
-    collected.rows.to_parquet(buffer, index=False)
-    write_whole(run.path / METRICS_FILE, buffer.getvalue())
-    merged = merge_segments(collected.rows)
-    counted = throughput_rows(collected.rows, warmup_steps=WARMUP_STEPS)
-    results = {
-        "status": collected.status.state.value,
-        "reason": collected.status.reason,
-        "steps": collected.last_step,
-        "segments": collected.segments,
-        "last_loss_nats": finite_or_none(merged["loss"].iloc[-1]) if len(merged) else None,
-        "validation_loss_nats": finite_or_none(collected.validation_loss),
-        "tps_median": finite_or_none(counted["tps"].median()),
-        "warmup_steps_left_out": WARMUP_STEPS,
-        "memory_gib_peak": finite_or_none(merged["memory_gib"].max()),
-        "mxfp8": collected.converted,
-        "dispatcher": collected.dispatcher,
-        **collected.grad_norm_json,
-    }
-    if collected.sources and collected.read:
-        read = {name: getattr(collected.read, name) for name in ("segments", "reason", "notes", "name")} | {
-            "version": READER_VERSION,
-            "sources": {**collected.sources, METRICS_FILE: _digest(buffer.getvalue())},
-            "grad_norm_not_finite": {step: str(norm) for step, norm in collected.grad_norm_not_finite.items()},
-            # 15 digits: pandas writes 10, and a held-out loss that is read back would be another.
-            "validation": json.loads(collected.validation.to_json(orient="split", index=False, double_precision=15)),
-        }
-        text = json.dumps(read)  # kept as the text that was digested: parsed and dumped again it may differ
-        results |= {"read": text, "read_digest": _digest(text.encode())}
-    write_json(run.path / RESULTS_FILE, results)
-
-
-def _sources(run: RunDir) -> dict[str, str]:
-    """Digests of the log and the events by their path in the run; empty if one of them cannot be read."""
-    try:
-        files = [run.log, *sorted(event_files(run.tensorboard))]
-        return {file.relative_to(run.path).as_posix(): _digest(file) for file in files}
-    except OSError:
-        return {}
-
-
-def _digest(content: Path | bytes) -> str:
-    if isinstance(content, bytes):
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
-    with content.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _read_saved(run: RunDir, sources: Mapping[str, str]) -> MetricsRead | None:
-    """What the log and the events were read as when the results were saved; None if one of all files is another now."""
-    try:
-        results = json.loads((run.path / RESULTS_FILE).read_bytes())
-        if results["read_digest"] != _digest(results["read"].encode()):
-            return None
-        read, table = json.loads(results["read"]), (run.path / METRICS_FILE).read_bytes()
-        is_same = read.pop("sources") == {**sources, METRICS_FILE: _digest(table)} and bool(sources)
-        if read.pop("version") != READER_VERSION or not is_same:
-            return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # of thousands of brackets
-        return None
-    held_out = read.pop("validation")  # a NaN in it is null
-    validation = np.array(held_out["data"], dtype=float).reshape(-1, len(held_out["columns"]))
-    # Without run, arm and seed, which the folder says: it may have been moved. Threads take longer than so few rows.
-    rows = ParquetFile(pa.BufferReader(table)).read(columns=[*COLUMNS[3:]], use_threads=False)
-    return MetricsRead(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in read.items()}
-        | {
-            "columns": {name: rows[name].to_numpy() for name in rows.column_names},
-            "validation_columns": dict(zip(held_out["columns"], validation.T, strict=True)),
-            "grad_norm_not_finite": {int(step): float(norm) for step, norm in read["grad_norm_not_finite"].items()},
-        }
-    )
-
-
-def _read_log_and_events(run: RunDir, status: Status) -> tuple[MetricsRead, list[str]]:
-    """What both have, and which of them cannot be read."""
-    log: MetricsRead | None = None
-    damaged = []
-    name = f"logs/{run.log.name}"
-    try:
-        log = read_log(run.log, mend=False)
-    except OSError as error:
-        damaged.append(f"{name} cannot be read ({error.strerror or error})")
-    except NotALog:
-        if run.log.exists():
-            damaged.append(f"{name} is not a file")
-        elif status.state not in (State.PREPARED, State.SUBMITTED, State.RUNNING):
-            damaged.append(f"{name} is missing")
-    if log is None:
-        log = read_log([])
-    try:
-        events = read_tensorboard(run.tensorboard)
-    except NotATensorBoardFolder:
-        return log, damaged
-    except OSError as error:
-        return log, [*damaged, f"{run.tensorboard.name} cannot be read ({error.strerror})"]
-    return _united(log, events), damaged
-
-
-def _united(log: MetricsRead, events: MetricsRead) -> MetricsRead:
-    columns = combine(log.columns, events.columns)
-    # The longer: the events lack what was not flushed, and a log what was printed by another rank.
-    held_out = max(log.validation_columns, events.validation_columns, key=lambda part: len(part["step"]))
-    reported = {**events.grad_norm_not_finite, **log.grad_norm_not_finite}
-    norms = merge_segments(metrics_table(columns)).set_index("step")["grad_norm"] if reported else pd.Series()
-    reason = log.reason or events.reason
-    if reason != log.reason:  # the log may go on behind the last events that were flushed
-        last = columns["segment"] == columns["segment"].max()
-        ends = last & (columns["step"] == columns["step"][last].max())
-        reason = None if np.isfinite(columns["loss"][ends]).any() else reason
-    return replace(
-        log,
-        columns=columns,
-        validation_columns=held_out,
-        reason=reason,
-        notes=tuple(dict.fromkeys((*log.notes, *events.notes))),
-        # One of them may lack the launch that repeated a step, and hold its earlier value.
-        grad_norm_not_finite={step: reported[step] for step in sorted(reported) if not math.isfinite(norms[step])},
-    )
-
-
-def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None) -> Collected:
+def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None) -> Collected:
     run = read.rows["run"].fillna(name)  # an export names its runs, a log does not
     run = run if read.name is None else run + f" ({read.name})"
     rows = read.rows.assign(run=run.map({each: one_line(str(each)) for each in run.unique()}))
@@ -461,36 +362,32 @@ def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None = None
         segments=read.segments,
         rows=rows,
         validation=read.validation,
-        diverged=read.reason,
+        diverged=reason if read.reason or _FOR_ITS_LOSS.search(reason or "") else None,
         grad_norm_not_finite=read.grad_norm_not_finite,
         notes=read.notes,
     )
 
 
-def _read_elsewhere(path: Path) -> tuple[list[MetricsRead], Statement | None]:
-    """The metrics of each run at a path, and what ended the run if something there shows that it failed."""
-    if path.is_dir():
-        return _read_job(path)
+def _read_file(path: Path) -> tuple[list[MetricsRead], Statement | None]:
+    """The metrics of each run in a file, and what ended the last if something there shows that it failed."""
     if path.name.startswith("events.out.tfevents"):
-        return tensorboard_runs(path.parent), None
+        return read_tensorboard(path.parent), None
     if is_export(path):
         return read_wandb(path), None
     try:
-        reads = read_runs(path, list(launch_settings(path)))
+        return read_runs(path, list(launch_settings(path))), cause(None, tail(path))
     except NotALog:
         # A job that fails before its first step leaves a log all the same.
-        ended = cause(None, tail(path)) if path.is_file() else None  # a pipe would be waited for
-        if ended is None:
-            raise
-        return [read_log([])], ended
-    return reads, cause(None, tail(path))
+        if path.is_file() and (ended := cause(None, tail(path))):
+            return [read_log([])], ended
+        raise
 
 
-def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
-    """What a job left in a folder; event files may be of several runs.
+def _read_folder(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
+    """The same of a folder that a job left; event files and exports may be of several runs.
 
     Raises:
-        BadInput: if it left neither metrics nor a failure, or the logs are of several runs.
+        BadInput: if it has neither metrics nor a failure, or logs of several runs.
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
@@ -500,52 +397,25 @@ def _read_job(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
         if file.parent not in ranks:
             try:
                 logs[file] = read_log(file)
-            except (NotALog, OSError) as error:
+            except NotALog as error:
                 faults.append(f"left out: {error}")
+    of_ranks = [file for rank in ranks for name in ("stderr.log", "stdout.log") if (file := rank / name).is_file()]
     reads = {file: read for file, read in logs.items() if len(read.rows)}  # dmesg has none
-    of_ranks = [
-        read_log(file, mend=False)
-        for rank in ranks
-        for file in (rank / "stderr.log", rank / "stdout.log")
-        if not reads and file.is_file()
-    ]
-    read = _of_one_run(folder, reads) if reads else _of_rank_with_loss(of_ranks)
-    read = replace(read, notes=(*read.notes, *faults))
+    read = _of_one_run(folder, reads) if reads else _of_rank_with_loss([read_log(file) for file in of_ranks])
     ended = cause(folder, *(tail(file) for file in logs))
-    try:
-        events = tensorboard_runs(folder)
-    except NotATensorBoardFolder as error:
-        if ended or len(read.rows):
-            return [read], ended
-        if not logs and not ranks:
-            # Tables alone: JSON beside one is W&B's configuration and summary.
-            if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
-                return _read_exports(exports), None
-            nothing = (
-                f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export; give what has one"
-            )
-            raise BadInput("\n".join([nothing, *faults])) from None
-        names = ", ".join(str(file.relative_to(folder)) for file in [*logs, *ranks][:5])
-        beginnings = (next(iter(LogBytes(file)), b"") for file in logs)
-        seen = next((f"; {words}" for beginning in beginnings if (words := what_was_seen(beginning))), "")
-        raise BadInput(f"{error} There is no TorchTitan step line or failure in {names} either{seen}") from None
-    if not len(read.rows):
-        return events, ended
-    return [_united(read, events[0]) if len(events) == 1 else read], ended
-
-
-def _read_exports(files: Sequence[Path]) -> list[MetricsRead]:
-    """The runs of all of them; what is no export is named in the notes, unless none is one."""
-    reads: list[MetricsRead] = []
-    faults: list[str] = []
-    for file in files:
-        try:
-            reads += read_wandb(file)
-        except BadInput as error:
-            faults.append(str(error))
-    if not reads:
-        raise BadInput("\n".join(faults))
-    return [replace(read, notes=(*read.notes, *(f"left out: {fault}" for fault in faults))) for read in reads]
+    if ended or len(read.rows):
+        return [replace(read, notes=(*read.notes, *faults))], ended
+    if event_files(folder):
+        return read_tensorboard(folder), None
+    if exports := sorted(filter(is_export, folder.glob("*.csv*"))):  # JSON beside one is W&B's configuration
+        return [one for file in exports for one in read_wandb(file)], None
+    tried = [*logs, *ranks]
+    if not tried:
+        nothing = f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export; give what has one"
+        raise BadInput("\n".join([nothing, *faults]))
+    names = ", ".join(str(file.relative_to(folder)) for file in tried[:5])
+    seen = next((f"; {words}" for file in logs if (words := what_was_seen(LogBytes(file).beginning(1 << 20)))), "")
+    raise BadInput(f"{folder}: there is no TorchTitan step line or failure in {names}, and no TensorBoard events{seen}")
 
 
 def _logs(folder: Path) -> list[Path]:
@@ -555,9 +425,7 @@ def _logs(folder: Path) -> list[Path]:
         is_deep = len(Path(here).relative_to(folder).parts) > 2
         # What is taken out of `inside` is not walked into.
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
-        # No pipe, no dangling link; unlike Path's, this one is False too of what cannot be looked at.
-        named = (name for name in names if _LOG_NAME.search(name))
-        logs += [Path(here, name) for name in named if os.path.isfile(f"{here}/{name}")]  # noqa: PTH113
+        logs += [file for name in names if _LOG_NAME.search(name) and (file := Path(here, name)).is_file()]
     return sorted(logs)
 
 

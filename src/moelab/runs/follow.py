@@ -1,13 +1,12 @@
-"""Follows the runs at a path while they train: each byte of a log is read once, and what is shown is kept in memory.
+"""Follows the runs at a path while they train: each record of a run's metrics is read once.
 
-Nothing is stored beside the run directories. After a restart of the process that watches, one read of the logs brings
-everything back, so there is no second copy that could be wrong. Of several attempts at one arm and seed the newest is
-followed; :mod:`moelab.runs.collect` reads the others.
+Nothing is stored beside the run directories. After a restart of the process that watches, one read brings everything
+back, so there is no second copy that could be wrong. Of several attempts at one arm and seed the newest is followed;
+:mod:`moelab.runs.collect` reads the others.
 
-Beside the rows, a live view shows what each rank printed about its newest steps, and a log's last lines. A rank is
-known by the number in torchrun's prefix, ``[rank3]:``. The launcher and the job script of moelab make that the
-**global** rank; in other logs of several nodes it is the local one, and ranks of the same number look like one. Both
-keep a bounded amount however long the log is.
+Of the run that is shown, a live view has also what each rank printed about its newest steps, and a log's last lines. A
+rank is known by the number in torchrun's prefix, ``[rank3]:``, which moelab's launcher makes the global one. Only the
+end of the log is read for that, and only while somebody asks.
 """
 
 from __future__ import annotations
@@ -18,26 +17,30 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput
+from moelab.files import open_regular
 from moelab.privacy import without_secrets
-from moelab.runs import directory
+from moelab.runs import directory, metrics
+from moelab.runs.collect import numbers_of
 from moelab.runs.directory import RunDir
-from moelab.runs.log import MEMORY_GIB, NO_RANK, TIME, LogLine, Segments, UnfinishedLine, scan
-from moelab.runs.log_text import BLOCK_BYTES
+from moelab.runs.log import NO_RANK, LogLine, scan
+from moelab.runs.metrics import MetricsTail, read_of
+from moelab.runs.status import FILE as STATUS_FILE
 from moelab.runs.status import State, Status
-from moelab.runs.table import MetricsRead, grad_norm_finding, joined_rows, merge_segments, metrics_read, metrics_table
+from moelab.runs.table import VALUE_COLUMNS, grad_norm_finding, joined_rows, merge_segments, metrics_table
 
 FIND_INTERVAL_S: Final = 10.0
-"""New run directories are looked for this often: a walk over a shared filesystem costs more than reading a log on."""
+"""New run directories are looked for this often: a walk over a shared filesystem costs more than reading on."""
 KEPT_STEPS: Final = 64
 KEPT_LINES: Final = 12
 LONGEST_LINE_CHARACTERS: Final = 300
-_LINES_LOOKED_AT: Final = 1024
+TAIL_BYTES: Final = 16 << 20
+"""Of a log that is shown for the first time: 64 steps of 1,024 ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,139 +62,87 @@ class RankTable:
     @classmethod
     def empty(cls) -> RankTable:
         """Of one rank that has said nothing."""
-        return RankSteps().table(1)
+        return LogTail(Path()).table(1)
 
 
-class RankSteps:
-    """Collects step lines by rank; each rank's lines must come in the order in which it printed them."""
+class LogTail:
+    """What ranks printed about their newest steps, and the last other lines, of a log that is still being written."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset, self._rest = -1, b""
         self._step_time_s: dict[int, dict[int, float]] = {}  # by step, then by rank; the column made first goes first
-        self._last: dict[int, tuple[int, float]] = {}
-        self._memory_gib: dict[int, float] = {}
+        self._last: dict[int, LogLine] = {}  # step line of each rank
+        self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
 
-    def add(self, line: LogLine) -> None:
-        """Take one line; those that are no step or start of a known rank are passed over."""
-        kind, step, values, rank = line
-        if rank == NO_RANK:
+    def poll(self) -> None:
+        """Read what was appended since the last call, at first the end of it."""
+        try:
+            file = open_regular(self._path)
+        except OSError:
             return
-        if kind == "start":
-            self._start(rank, step)
-        elif kind == "step":
-            self._add_step(rank, step, values)
+        with file:
+            size = self._path.stat().st_size
+            if not 0 <= self._offset <= size:  # never read, or truncated
+                self._offset, self._rest = max(0, size - TAIL_BYTES), b""
+            file.seek(self._offset)
+            block = self._rest + file.read()
+            self._offset = file.tell()
+        cut = block.rfind(b"\n") + 1
+        self._rest = block[cut:]
+        for line in scan(block[:cut]):
+            if line.rank != NO_RANK and line.kind in ("start", "step"):
+                self._add(line)
+        self._lines.extend(_last_lines(block[:cut]))
+
+    @property
+    def lines(self) -> list[str]:
+        """The last :data:`KEPT_LINES` lines that are not a rank's step line, oldest first, as they may be shown."""
+        # Together, because a key may have several lines; and cut afterwards, because half a key is not recognised.
+        shown = without_secrets("\n".join(line.decode(errors="replace") for line in self._lines))
+        return [line[:LONGEST_LINE_CHARACTERS] for line in shown.splitlines()]
 
     def table(self, ranks: int) -> RankTable:
         """Return the newest :data:`KEPT_STEPS` steps of the ranks 0 to ``ranks`` − 1."""
         steps = sorted(self._step_time_s)
         rows = [_by_rank(self._step_time_s[step], ranks) for step in steps]
+        memory = {rank: line.values.get("memory_gib", math.nan) for rank, line in self._last.items()}
         return RankTable(
             steps=np.array(steps, dtype=np.int64),
             step_time_s=np.array(rows, dtype=np.float64).reshape(-1, ranks),
-            memory_gib=_by_rank(self._memory_gib, ranks),
+            memory_gib=_by_rank(memory, ranks),
         )
 
-    def _add_step(self, rank: int, step: int, values: tuple[float, ...]) -> None:
-        time = values[TIME]
-        last_step, last_time = self._last.get(rank, (step, time))
-        if (step, time) == (last_step, last_time) and rank in self._last:
-            return  # an unfinished line that came again with its end
-        if step < last_step or (step == last_step and rank in self._last):
-            self._start(rank, step)
-            last_step = step
-        self._last[rank] = (step, time)
-        self._memory_gib[rank] = values[MEMORY_GIB]
-        if step > last_step and time > last_time:
-            if step not in self._step_time_s and len(self._step_time_s) == KEPT_STEPS:
+    def _add(self, line: LogLine) -> None:
+        """Take one line; each rank's come in the order in which it printed them."""
+        last = self._last.get(line.rank)
+        if line.kind == "start" or (last and line.step <= last.step):  # trained again: the restart is part of no step
+            for later in [step for step in self._step_time_s if step >= line.step]:
+                self._step_time_s[later].pop(line.rank, None)
+                if not self._step_time_s[later]:
+                    del self._step_time_s[later]
+            last = None
+        elif last and last.kind == "step" and line.time > last.time:
+            if line.step not in self._step_time_s and len(self._step_time_s) == KEPT_STEPS:
                 del self._step_time_s[next(iter(self._step_time_s))]
-            self._step_time_s.setdefault(step, {})[rank] = (time - last_time) / (step - last_step)
-
-    def _start(self, rank: int, step: int) -> None:
-        """Forget what the rank trains again, and the time of its last line: the restart is no part of a step."""
-        self._last.pop(rank, None)
-        # A copy: steps that no rank has a time of any more are taken out below.
-        for later in [number for number in self._step_time_s if number >= step]:
-            self._step_time_s[later].pop(rank, None)
-            if not self._step_time_s[later]:
-                del self._step_time_s[later]
+            time_s = (line.time - last.time) / (line.step - last.step)
+            self._step_time_s.setdefault(line.step, {})[line.rank] = time_s
+        if line.kind == "step":
+            self._last[line.rank] = line
+        elif line.rank in self._last:  # what follows is no step after the last one, whose memory is still the newest
+            self._last[line.rank] = self._last[line.rank]._replace(kind="start", step=-1)
 
 
-class LogTail:
-    """The last :data:`KEPT_LINES` lines that are not a rank's step line, as they may be shown."""
-
-    def __init__(self) -> None:
-        self._lines: deque[bytes] = deque(maxlen=KEPT_LINES)
-
-    @property
-    def lines(self) -> list[str]:
-        """The lines as text, oldest first."""
-        # Together, because a key may have several lines; and cut afterwards, because half a key is not recognised.
-        shown = without_secrets("\n".join(line.decode(errors="replace") for line in self._lines))
-        return [line[:LONGEST_LINE_CHARACTERS] for line in shown.splitlines()]
-
-    def add(self, block: bytes) -> None:
-        """Take whole lines of a log."""
-        newest: list[bytes] = []
-        # From the end: a block may have 100,000 lines, of which a dozen are kept.
-        for line in reversed(block.rsplit(b"\n", _LINES_LOOKED_AT)[-_LINES_LOOKED_AT:]):
-            if line.strip() and not (b"step:" in line and b"loss:" in line):
-                written_last = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar
-                newest.append(written_last[: 16 * LONGEST_LINE_CHARACTERS])
-                if len(newest) == KEPT_LINES:
-                    break
-        self._lines.extend(reversed(newest))
-
-
-class LogFollower:
-    """Reads a log that is still being written, each byte once.
-
-    The file need not exist yet. If it was truncated or replaced it is read from its beginning, and the rows so far are
-    kept. The last line is used as soon as it is complete, with or without its line end.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.offset = 0  # bytes of the file that were read
-        self._inode = -1
-        self._unfinished = UnfinishedLine()
-        self.rank_steps, self.tail = RankSteps(), LogTail()  # newest steps by rank; last lines beside the step lines
-        self._segments, self._changed = Segments(), set[tuple[int, int]]()
-
-    def poll(self) -> pd.DataFrame:
-        """Read what was appended since the last call.
-
-        Returns:
-            The rows that are new or that another rank's line has completed since the last call, ordered by segment and
-            step. Where ``(segment, step)`` was returned before, the new row replaces the old one.
-        """
-        if self.path.is_file():
-            with self.path.open("rb") as file:
-                self._read_on(file)
-        keys = sorted(self._changed)
-        self._changed.clear()
-        return self._segments.rows_at(keys)
-
-    def result(self) -> MetricsRead:
-        """Return everything read so far, as :func:`read_log` without ``mend`` would."""
-        return metrics_read(*self._segments.columns(), notes=self._segments.notes)
-
-    def _read_on(self, file: BinaryIO) -> None:
-        inode, size = (stat := Path(file.name).stat()).st_ino, stat.st_size
-        if size < self.offset or inode != self._inode:  # truncated, or another file by this name
-            self.offset, self._inode, self._unfinished = 0, inode, UnfinishedLine()
-        file.seek(self.offset)
-        while block := file.read(BLOCK_BYTES):
-            self.offset += len(block)
-            lines = self._unfinished.complete(block)
-            self._take(lines)
-            self.tail.add(lines)
-        # Harmless if the line is read again with its end: the same values merge into the same row.
-        self._take(self._unfinished.rest)
-
-    def _take(self, lines: bytes) -> None:
-        for line in scan(lines):
-            if segment := self._segments.add(line):
-                self._changed.add((segment.index, line[1]))
-            self.rank_steps.add(line)
+def _last_lines(block: bytes) -> list[bytes]:
+    """The last lines that are not of a step; a block may have 100,000, of which a dozen are kept."""
+    newest: list[bytes] = []
+    for line in reversed(block.rsplit(b"\n", 1024)[-1024:]):
+        if line.strip() and not (b"step:" in line and b"loss:" in line):
+            written_last = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar
+            newest.append(written_last[: 16 * LONGEST_LINE_CHARACTERS])
+            if len(newest) == KEPT_LINES:
+                break
+    return newest[::-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +179,10 @@ class RunFollower:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._log = LogFollower(run.log)
+        self._metrics, self._log = MetricsTail(run.path / metrics.FILE), LogTail(run.log)
+        self._records: list[dict[str, Any]] = []  # of trained steps
+        self._rows: pd.DataFrame | None = None
+        self._seen: list[Any] = []
         self._seed: int | None = None
         try:
             experiment = run.experiment
@@ -238,57 +192,83 @@ class RunFollower:
             self._arm, self._seed, self._steps = experiment.arm, experiment.seed, experiment.steps
             # The label has the experiment's own dimensions.
             self.ranks, self.model = experiment.world_size, experiment.model_label
-        self.rows = joined_rows([])  # metrics table, in which a step that was repeated after a restart stands once
-        self._segments, self._status = 0, run.status
-        self._failure: str | None = None
+        self._status, self._failure = run.status, ""
         self.now = self._now()
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Metrics table, in which a step that was repeated after a restart stands once."""
+        if self._rows is None:
+            columns = read_of(self._records).columns
+            self._rows = merge_segments(metrics_table(columns, run=self.run.name, arm=self._arm, seed=self._seed))
+        return self._rows
 
     @property
     def tail(self) -> list[str]:
         """Last lines of the log beside the step lines."""
-        return self._log.tail.lines
+        self._log.poll()
+        return self._log.lines
 
     @property
     def rank_table(self) -> RankTable:
         """The newest steps of all ranks."""
-        return self._log.rank_steps.table(self.ranks)
+        self._log.poll()
+        return self._log.table(self.ranks)
 
     def poll(self) -> bool:
         """Read what is new; tell whether anything is."""
-        offset = self._log.offset
-        has_rows = bool(len(self._log.poll()))
-        if has_rows:
-            read = self._log.result()
-            self.rows = merge_segments(metrics_table(read.columns, run=self.run.name, arm=self._arm, seed=self._seed))
-            self._segments = read.segments
-            # A loss that is not finite stops the run; a gradient norm alone may not.
-            self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows)
-        status = self.run.status
-        is_other = status != self._status
-        if has_rows or is_other:
-            self._status = status
-            self.now = self._now()
-        return has_rows or is_other or offset != self._log.offset
+        # Of 256 runs most have nothing new: three questions to the file system for each, and no file is opened.
+        seen = [_version(path) for path in (self._metrics.path, self.run.path / STATUS_FILE, self.run.log)]
+        if seen == self._seen:
+            return False
+        before, self._seen = self._seen or [None] * 3, seen
+        if seen[0] != before[0]:
+            self._add(self._metrics.poll())
+        if seen[1] != before[1]:
+            self._status = self.run.status
+            if seen[0] is None and self._status.state.is_final:  # a run of an earlier version, in its log alone
+                read, _ = numbers_of(self.run, self._status)
+                rows = read.rows[["segment", "step", *VALUE_COLUMNS]]
+                self._add([{str(name): value for name, value in row.items()} for row in rows.to_dict("records")])
+        self.now = self._now()
+        return True
+
+    def _add(self, records: list[dict[str, Any]]) -> None:
+        new = [record for record in records if "validation_loss" not in record]
+        if new:
+            self._records += new
+            self._rows = None
+            if any(not math.isfinite(record.get(name) or 0.0) for record in new for name in ("loss", "grad_norm")):
+                read = read_of(self._records)
+                # A loss that is not finite stops the run; a gradient norm alone may not.
+                self._failure = read.reason or grad_norm_finding(read.grad_norm_not_finite, read.rows) or ""
 
     def _now(self) -> RunNow:
         status = self._status
         if self._failure and not status.reason:
             status = replace(status, reason=self._failure)
-        names = ("step", "loss", "tps", "memory_gib")
-        last = {name: float(self.rows[name].iloc[-1]) if len(self.rows) else math.nan for name in names}
+        last = self._records[-1] if self._records else {}
+        numbers = {name: last.get(name) for name in ("loss", "tps", "memory_gib")}
         return RunNow(
             name=self.run.name,
             arm=self._arm,
             seed=self._seed,
             status=status,
-            step=0 if math.isnan(last["step"]) else int(last["step"]),
+            step=int(last.get("step", 0)),
             steps=self._steps,
-            loss=last["loss"],
-            tps=last["tps"],
-            memory_gib=last["memory_gib"],
-            step_time_s=_pace_s(self.rows),
-            segments=self._segments,
+            **{name: math.nan if value is None else value for name, value in numbers.items()},
+            step_time_s=_pace_s(self._records[-2:]),
+            segments=last.get("segment", -1) + 1,
         )
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """What changes with a file's content; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class StudyFollower:
@@ -333,12 +313,14 @@ class StudyFollower:
         return next((now.reason for run, now in pairs if now.reason and now.reason != run.status.reason), "")
 
 
-def _pace_s(rows: pd.DataFrame) -> float:
-    """Seconds a step between the last two rows of one launch."""
-    last = rows.iloc[-2:]
-    if len(last) < 2 or last["segment"].nunique() > 1:
+def _pace_s(records: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds a step between the last two records, if they are of one launch."""
+    if len(records) < 2 or records[0]["segment"] != records[1]["segment"]:
         return math.nan
-    return float(last["time"].diff().iloc[-1] / last["step"].diff().iloc[-1])
+    first, last = records
+    steps = last["step"] - first["step"]
+    seconds = (last.get("time") or math.nan) - (first.get("time") or math.nan)
+    return float(seconds / steps) if steps > 0 else math.nan
 
 
 def _by_rank(values: Mapping[int, float], ranks: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -24,7 +24,7 @@ from moelab.experiment_file import MAX_FILE_BYTES, read_yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
-from moelab.runs.log_text import COLOUR, LogBytes
+from moelab.runs.log_text import LogBytes, plain
 from moelab.runs.side_files import Environment
 
 _NUMBER: Final = re.compile(r"[-+]?\d{1,3}(\.\d*)?[eE][-+]?\d{1,2}|-?[1-9]\d{0,2}(_\d{3})+")
@@ -134,7 +134,7 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         values |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
         log = next(launch_settings(run.log), {})
-    except OSError:  # missing or damaged, which is told where the run is
+    except BadInput:  # missing or damaged, which is told where the run is
         log = {}
     return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
 
@@ -165,12 +165,7 @@ def launch_settings(path: Path) -> Iterator[dict[str, str]]:
 
     Only the beginning of the log is searched: what a colleague puts together from several logs is short.
     """
-    head = b""
-    for block in LogBytes(path):
-        head += block
-        if len(head) >= _READ_BYTES:
-            break
-    text = COLOUR.sub(b"", head[:_READ_BYTES]).decode(errors="replace")
+    text = plain(LogBytes(path).beginning(_READ_BYTES)).decode(errors="replace")
     lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
     own: list[str] = []
     trains = False

@@ -10,7 +10,6 @@ a gradient norm by its ``grad_norm_not_finite``.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,15 +60,11 @@ VALIDATION_METRICS: Final = {
 
 _RUN: Final = ["run", "arm", "seed"]
 _MEMORY: Final = ("memory_gib", "memory_pct")
-_ROUNDED_MEMORY: Final = 0.00501  # GiB or percent: the log prints memory to two decimals
-_ROUNDED_LOSS: Final = 0.0000501  # the least precise loss that a TorchTitan log prints has four decimals
 _SAME_AFTER_RESTART: Final = ("model", "parameters", "seq_len", "optimizer", "lr", "mxfp8_kernels", "experts_in")
-"""Settings that a run keeps; nodes that were lost change its parallelism, and an update its versions."""
 SAME_SEED: Final = 0.002
 """Nats by which the first losses of two launches with the same seed differ at most: sums are in another order."""
 SAME_RUN: Final = 0.01
 """Share by which the first losses of a restart and of what it repeats differ at most."""
-_QUARTER_HOUR_S: Final = 900.0  # every time zone is a whole number of these from UTC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +140,7 @@ def metrics_read(
     )
 
 
-def separate_runs(
+def runs_of_launches(
     columns: Columns,
     validation: Columns,
     failures: Mapping[int, tuple[int, float]],
@@ -158,59 +153,45 @@ def separate_runs(
     """Part the launches of a source from elsewhere into runs, as two logs are found in one file.
 
     A launch that goes on after the first step of an earlier one is its restart. One that begins again is another run,
-    unless its first loss is the same, and the last one of the same step: a restart that found no checkpoint, with the
-    same seed. Launches of other settings are never of one run.
+    unless its first loss is the same: a restart that found no checkpoint, with the same seed. Launches of other
+    settings are never of one run.
 
     ``columns``, ``validation`` and ``failures`` are what :func:`metrics_read` takes; ``settings`` are those of each
     launch, as far as they are known, and ``run`` is how the source names all of it.
 
     Raises:
         BadInput: the launches show that two runs are mixed, so that nothing says which row is whose.
-
-    >>> launches = {"segment": np.array([0, 0, 1, 1]), "step": np.array([1, 2, 1, 2])}
-    >>> launches["loss"] = np.array([8.11, 8.0, 8.13, 8.1])
-    >>> none = {name: values[:0] for name, values in launches.items()}
-    >>> reads = separate_runs(launches, none, {}, source=Path("two.log"))
-    >>> [(read.name, read.segments, read.rows["loss"].tolist()) for read in reads]
-    [('run 1 of 2', 1, [8.11, 8.0]), ('run 2 of 2', 1, [8.13, 8.1])]
     """
-    groups: list[list[int]] = []
     launches = {
         number: pd.Series(columns["loss"], index=columns["step"])[columns["segment"] == number]
         for number in np.unique(columns["segment"]).tolist()
     }
-    # Two runs that log in turns look like many short launches, each without the other's steps.
-    if len(launches) > 2 and _has_holes(launches.values()):
+    if _log_in_turns(launches.values()):
         raise BadInput(
             f"{source}: the steps of two runs are mixed in it: they go back {len(launches) - 1} times. "
             "Give the history of each run by itself"
         )
-    known = settings if len(settings) == len(launches) else [{}] * len(launches)
-    own = dict(zip(launches, known, strict=True))
+    known = dict(zip(launches, settings if len(settings) == len(launches) else [{}] * len(launches), strict=True))
+    groups: list[list[int]] = []
     for number, losses in launches.items():
-        earlier = [
-            group
-            for group in groups
-            if _is_restart(pd.concat([launches[one] for one in group]), losses, own[group[0]], own[number])
-        ]
-        if earlier:
-            # Of several runs that it could go on with, the one whose loss it starts from.
-            min(earlier, key=lambda group: _jump(launches[group[-1]], losses)).append(number)
+        jumps = {}
+        for place, group in enumerate(groups):
+            first = launches[group[0]]
+            is_later = losses.index.min() > first.index.min()
+            if _goes_on(first, losses) and not _differ(known[group[0]], known[number], is_later=is_later):
+                jumps[place] = _jump(launches[group[-1]], losses)
+        if jumps:  # of several runs that it could go on with, the one whose loss it starts from
+            groups[min(jumps, key=lambda place: jumps[place])].append(number)
         else:
             groups.append([number])
-    if "time" not in columns or np.isnan(columns["time"]).all():
-        for group in groups:
-            starts = [launches[number].index.min() for number in group]
-            if starts[0] > min(starts):  # the newest launch is first in the source
-                group.sort(key=lambda number: launches[number].index.min())
-    if len(groups) < 2 and groups[:1] in ([], [sorted(launches)]):
+    if len(groups) < 2:
         return [metrics_read(columns, validation, failures, run=run, notes=notes)]
     reads = []
     for index, group in enumerate(groups, start=1):
-        renumbered = {number: place for place, number in enumerate(group)}
-        rows, held_out = (_renumbered(part, renumbered) for part in (columns, validation))
-        failed = {renumbered[number]: failures[number] for number in group if number in failures}
-        name = f"run {index} of {len(groups)}" if len(groups) > 1 else None
+        places = {number: place for place, number in enumerate(group)}
+        rows, held_out = (_renumbered(part, places) for part in (columns, validation))
+        failed = {places[number]: failures[number] for number in group if number in failures}
+        name = f"run {index} of {len(groups)}"
         reads.append(metrics_read(rows, held_out, failed, run=run, notes=notes, name=name))
     return reads
 
@@ -222,29 +203,30 @@ def _renumbered(columns: Columns, numbers: Mapping[int, int]) -> Columns:
     return {**{name: values[order] for name, values in columns.items()}, "segment": segment[order]}
 
 
-def _has_holes(launches: Iterable[pd.Series[float]]) -> bool:
-    """Tell whether most launches leave out steps, two at least of those that the others have."""
+def _log_in_turns(launches: Iterable[pd.Series[float]]) -> bool:
+    """Tell whether most of many launches leave out steps, two at least of those that the others have."""
     steps = [np.unique(losses.index.to_numpy()) for losses in launches]
-    interval = np.median(np.diff(np.unique(np.concatenate(steps))))
-    holes = [bool((np.diff(one) >= 2 * interval).any()) for one in steps if len(one) > 1]
-    return 2 * sum(holes) > len(steps)
-
-
-def _is_restart(
-    earlier: pd.Series[float], losses: pd.Series[float], settings: Mapping[str, str], own_settings: Mapping[str, str]
-) -> bool:
-    """Tell whether a launch with these losses by step, and these settings, goes on with what earlier ones trained."""
-    first = losses.index.min()
-    names = _SAME_AFTER_RESTART if first > earlier.index.min() else {*settings, *own_settings}
-    if settings and own_settings and any(settings.get(name) != own_settings.get(name) for name in names):
+    if len(steps) < 3:
         return False
-    if first > earlier.index.min() or first not in earlier.index:
-        return True
-    scratch, last = first <= 1, losses.index.max()
-    compared = [first, last] if scratch and last == earlier.index.max() else [first]  # as long: a repetition?
-    earlier = earlier[~earlier.index.duplicated(keep="last")]
-    allowed = SAME_SEED if scratch else SAME_RUN * abs(earlier[first])
-    return not any(abs(losses[step] - earlier[step]) > allowed for step in compared)  # NaN says nothing
+    interval = np.median(np.diff(np.unique(np.concatenate(steps))))
+    return 2 * sum(bool((np.diff(one) >= 2 * interval).any()) for one in steps if len(one) > 1) > len(steps)
+
+
+def _goes_on(first: pd.Series[float], losses: pd.Series[float]) -> bool:
+    """Tell whether a launch goes on with what a first one began, or begins it again with the same seed."""
+    begins, began = losses.index.min(), first.index.min()
+    if begins != began:
+        return bool(begins > began)
+    if begins > 1:  # of what went before nothing is known
+        return not abs(losses.iloc[0] - first.iloc[0]) > SAME_RUN * abs(first.iloc[0])
+    ends = [0, -1] if losses.index.max() == first.index.max() else [0]  # two runs of one seed part on the way
+    return not any(abs(losses.iloc[end] - first.iloc[end]) > SAME_SEED for end in ends)
+
+
+def _differ(settings: Mapping[str, str], other: Mapping[str, str], *, is_later: bool) -> bool:
+    """Tell whether two launches train other things; of a restart, nodes that were lost change the parallelism."""
+    names = _SAME_AFTER_RESTART if is_later else settings
+    return any(name in settings and name in other and settings[name] != other[name] for name in names)
 
 
 def _jump(earlier: pd.Series[float], losses: pd.Series[float]) -> float:
@@ -354,71 +336,6 @@ def throughput_rows(table: pd.DataFrame, *, warmup_steps: int) -> pd.DataFrame:
     return table[keep].reset_index(drop=True)
 
 
-def combine(log: Columns, tb: Columns) -> Columns:
-    """Unite what the log and TensorBoard have of the same run; no step that either has is lost.
-
-    TensorBoard's values are not rounded and include ``lr``, so they win where both have a step. But its writer flushes
-    every 120 s: a killed launch lacks its last steps there, and one killed early may have no segment at all. Its
-    segments are therefore matched with the log's by what they contain (loss, then time), not by their number. Memory is
-    the larger of the two, because TensorBoard knows one rank only. Times of log lines are moved to TensorBoard's when
-    the log was written in another time zone than it is read in.
-    """
-    if not len(log["step"]) or not len(tb["step"]):
-        return log if len(log["step"]) else tb
-    log, tb = (_with_all_values(part) for part in (log, tb))
-    matches = _matching_segments(log, tb)
-    tb = {**tb, "segment": np.array([matches[number] for number in tb["segment"].tolist()])}
-    both = {name: np.concatenate([log[name], tb[name]]) for name in log}
-    is_exact = np.arange(len(both["step"])) >= len(log["step"])
-    order, starts = grouped([both["segment"], both["step"]], then=[is_exact])
-    first, last = order[starts], _last_of_each(order, starts)  # the same row where one has the step
-    differences = (both["time"][last] - both["time"][first])[first != last]
-    if len(known := differences[~np.isnan(differences)]):
-        zone_s = round(float(np.median(known)) / _QUARTER_HOUR_S) * _QUARTER_HOUR_S
-        both["time"] = np.where(is_exact, both["time"], both["time"] + zone_s)
-    united = {name: np.where(np.isnan(values[last]), values[first], values[last]) for name, values in both.items()}
-    for name in _MEMORY:
-        logged = both[name][first]
-        united[name] = np.where(logged > united[name] + _ROUNDED_MEMORY, logged, united[name])
-    segment = united["segment"]
-    if segment[0] < 0:  # a launch that the log lacks takes its place by its time
-        first_time = pd.Series(united["time"]).groupby(segment).min().sort_values()
-        position = {number: index for index, number in enumerate(first_time.index)}
-        united["segment"] = np.array([position[number] for number in segment.tolist()])
-        order, _ = grouped([united["segment"], united["step"]])
-        united = {name: values[order] for name, values in united.items()}
-    return united
-
-
-def _with_all_values(columns: Columns) -> Columns:
-    """With every column of values, and a gradient norm that was reported as NaN like one that is missing."""
-    missing = np.full(len(columns["step"]), math.nan)
-    every = {name: columns.get(name, missing) for name in ("segment", "step", *VALUE_COLUMNS)}
-    return {**every, "grad_norm": np.where(every["grad_norm"] == REPORTED_NAN, math.nan, every["grad_norm"])}
-
-
-def _matching_segments(log: Columns, tb: Columns) -> dict[int, int]:
-    """Return the log's segment for each of TensorBoard's; one that the log lacks gets a negative number."""
-    pairs = []
-    launches = [
-        {number: np.flatnonzero(part["segment"] == number) for number in np.unique(part["segment"]).tolist()}
-        for part in (tb, log)
-    ]
-    for (tb_number, tb_rows), (log_number, log_rows) in itertools.product(*(one.items() for one in launches)):
-        _, in_tb, in_log = np.intersect1d(tb["step"][tb_rows], log["step"][log_rows], return_indices=True)
-        if len(in_tb):
-            losses, times = (tb[name][tb_rows[in_tb]] - log[name][log_rows[in_log]] for name in ("loss", "time"))
-            # Both sources write a step in the same instant, apart from the time zone.
-            seconds = np.abs(times - np.round(times / _QUARTER_HOUR_S) * _QUARTER_HOUR_S)
-            differs, known = float(np.mean(np.abs(losses) > _ROUNDED_LOSS)), seconds[~np.isnan(seconds)]
-            pairs.append((differs, float(np.median(known)) if len(known) else math.inf, tb_number, log_number))
-    matches: dict[int, int] = {}
-    for differs, _, tb_number, log_number in sorted(pairs):
-        if differs <= 0.5 and tb_number not in matches and log_number not in matches.values():
-            matches[tb_number] = log_number
-    return {number: matches.get(number, -1 - number) for number in launches[0]}
-
-
 def grad_norms_not_finite(columns: Mapping[str, Any]) -> dict[int, float]:
     """NaN or Inf by the step that reported it as its gradient norm; of a repeated step the last value counts.
 
@@ -454,16 +371,45 @@ def grad_norm_finding(not_finite: Mapping[int, float], rows: pd.DataFrame) -> st
     return f"gradient norm is {kinds} at {len(not_finite)} of {len(steps)} logged steps, first at step {first}"
 
 
-def ranks_to_rows(columns: Columns, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """Merge the rows that several pipeline ranks wrote for the same ``keys`` into one.
+def merge_ranks(records: Iterable[Mapping[str, Any]]) -> Columns:
+    """Records of steps as columns with one row per segment and step, None and NaN in the place of what is missing.
 
-    A negative loss marks a rank without the loss: the values of a rank that has it are kept, with the largest memory;
-    if none has it, ``loss`` is NaN.
+    A negative loss marks a rank without the loss: of several ranks' records that of one that has it is kept, with the
+    largest memory; if none has it, ``loss`` is NaN. A gradient norm of NaN was reported.
     """
-    lacks = np.signbit(columns["loss"]) & np.isfinite(columns["loss"])
-    order, starts = grouped([columns[name] for name in keys], then=[lacks, columns["time"]])
-    merged = {
-        name: np.fmax.reduceat(values[order], starts) if name in _MEMORY and len(starts) else values[order][starts]
-        for name, values in columns.items()
+    rows: dict[tuple[int, int], Mapping[str, Any]] = {}
+    for record in records:
+        place = (record["segment"], record["step"])
+        before = rows.get(place, record)
+        first = record if _lacks_loss(before) and not _lacks_loss(record) else before
+        fullest = {name: max(before.get(name) or 0.0, record.get(name) or 0.0) or None for name in _MEMORY}
+        rows[place] = {**before, **record, **first, **fullest}  # W&B makes a row of each call
+    ordered = [rows[place] for place in sorted(rows)]
+    columns = columns_of(ordered)
+    columns["loss"] = np.where(columns["loss"] < 0, math.nan, columns["loss"])
+    return columns
+
+
+def not_finite(records: Iterable[Mapping[str, Any]]) -> dict[int, tuple[int, float]]:
+    """By segment the first step at which the loss was not finite, and that loss."""
+    failures: dict[int, tuple[int, float]] = {}
+    for record in sorted(records, key=lambda one: one["step"]):
+        if (loss := record.get("loss")) is not None and not math.isfinite(loss):
+            failures.setdefault(record["segment"], (record["step"], loss))
+    return failures
+
+
+def _lacks_loss(record: Mapping[str, Any]) -> bool:
+    loss = record.get("loss")
+    return loss is None or loss < 0
+
+
+def columns_of(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    """Records as columns, in their order; a gradient norm of NaN was reported, and one of None is missing."""
+    columns: dict[str, NDArray[Any]] = {
+        name: np.array([record[name] for record in records], dtype=np.int64) for name in ("segment", "step")
     }
-    return merged | {"loss": np.where(lacks[order][starts], math.nan, merged["loss"])}
+    columns |= {name: np.array([record.get(name) for record in records], dtype=float) for name in VALUE_COLUMNS}
+    reported = np.array([record.get("grad_norm") is not None for record in records], dtype=bool)
+    columns["grad_norm"] = np.where(np.isnan(columns["grad_norm"]) & reported, REPORTED_NAN, columns["grad_norm"])
+    return columns

@@ -25,9 +25,8 @@ from moelab.experiment_file import Study
 from moelab.layout import training_of, twins
 from moelab.privacy import shareable
 from moelab.runs import directory
-from moelab.runs.collect import Collected, collect, collect_runs, newest
+from moelab.runs.collect import Collected, collect, collect_runs, newest, numbers_of
 from moelab.runs.directory import Discovery, RunDir
-from moelab.runs.log import read_log
 from moelab.runs.settings import run_settings, settings_of, settings_of_all
 
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
@@ -285,7 +284,7 @@ def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
         return NotJudged(run=one.run.name, arm="", seed=None, reason=one.reason)
     reason = one.reason
     with suppress(BadInput, OSError):  # without a log nothing hints at a divergence
-        if diverged := read_log(one.run.log, mend=False).reason:
+        if diverged := numbers_of(one.run, one.run.status)[0].reason:
             reason = Doubtful(f"{reason}; {diverged}")
     return NotJudged(run=one.run.name, arm=arm, seed=seed, reason=reason)
 

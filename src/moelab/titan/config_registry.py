@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torchao.prototype.moe_training import mxfp8_grouped_mm
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -57,6 +56,7 @@ from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.titan import corpus, routing
 from moelab.titan.arms import named_arms, nearest
+from moelab.titan.metrics import KeptMetrics
 from moelab.titan.models import model_spec
 from moelab.titan.preempt import ResumeCheckpoints, StoppableTrainer
 from moelab.titan.record import record_conversion, record_dispatcher
@@ -209,8 +209,7 @@ def trainer_config(experiment: Experiment) -> Trainer.Config:
             save_config_file="launch/titan_config.json",
             enable_structured_logging=False,
         ),
-        # Every step is logged, without colours, because moelab.runs.log parses the log.
-        metrics=MetricsProcessor.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
+        metrics=KeptMetrics.Config(log_freq=1, enable_tensorboard=True, disable_color_printing=True),
         override=OverrideConfig(imports=_overrides(experiment, on_cpu=on_cpu)),
         trace_step=experiment.trace_step,
         trace_ranks=experiment.trace_ranks,

@@ -91,7 +91,11 @@ class StoppableTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], torch.Tensor]]) -> None:
         """Train as TorchTitan does, with a trace of the step that the configuration names."""
         with self._tracer.around(self.step) if self._tracer else nullcontext():
-            super().train_step(data_iterator)
+            try:
+                super().train_step(data_iterator)
+            except RuntimeError as error:
+                self.metrics_processor.keep_failure(self.step, error)
+                raise
 
     def init_distributed(self) -> ParallelDims:
         """Initialise as TorchTitan does; in a job, an all-reduce then shows at once whether all ranks are connected."""

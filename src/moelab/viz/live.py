@@ -46,8 +46,11 @@ from moelab.privacy import without_secrets
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, RunFollower, RunNow, StudyFollower, format_seconds
+from moelab.runs.log import read_log
+from moelab.runs.metrics import FILE as METRICS_FILE
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
+from moelab.runs.table import VALUE_COLUMNS
 from moelab.viz.draw import list_rows, write_beside
 from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
@@ -421,15 +424,25 @@ def simulated_run(seconds: float = 20.0) -> RunDir:
     # Whole in memory: it is a few MB, and is cut at any byte, in the middle of lines too, as a real log is read.
     log = gzip.decompress(SIMULATED_LOG.read_bytes())
     begun, parts = len(log) * 3 // 4, max(1, int(seconds / 0.5))
-    run.log.write_bytes(log[:begun])
+    rows = read_log([log]).rows[["segment", "step", *VALUE_COLUMNS]]
+    records = rows.to_json(orient="records", lines=True, double_precision=15).splitlines(keepends=True)
+    places = [0]  # of the first line of each row's step in the log
+    for step in rows["step"]:
+        places.append(log.index(f"step: {step:2}  loss:".encode(), places[-1]))
+
+    def write(start: int, end: int) -> None:
+        with run.log.open("ab") as file, (run.path / METRICS_FILE).open("a") as metrics:
+            file.write(log[start:end])
+            metrics.writelines(one for one, at in zip(records, places[1:], strict=True) if start <= at < end)
+
+    write(0, begun)
     run.set_status(Status(state=State.RUNNING, attempts=1))
 
     def replay() -> None:
         ends = np.linspace(begun, len(log), parts + 1).astype(int)
         for start, end in itertools.pairwise(ends):
             time.sleep(seconds / parts)
-            with run.log.open("ab") as file:
-                file.write(log[start:end])
+            write(start, end)
         run.set_status(Status(state=State.COMPLETED, exit_code=0, attempts=2))
 
     thread = threading.Thread(target=replay, daemon=True)

@@ -26,4 +26,6 @@ for step in range(int(saved.read_text()) + 1 if saved.exists() else 1, steps + 1
     if is_first:
         sys.stdout.write(step_line(step, 8.0 - step / 10, seconds=time.monotonic()))
         sys.stdout.flush()
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write(f'{{"step": {step}, "loss": {8.0 - step / 10}, "time": {time.time()}}}\n')
         saved.write_text(str(step))
