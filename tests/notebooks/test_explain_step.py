@@ -42,7 +42,6 @@ def test_what_is_traced_here_is_the_last_step(tmp_path: Path) -> None:
     (one,) = parameters.to_study().experiments
     assert (one.trace_step, one.steps, one.ep, one.hardware) == (6, 6, 2, "cpu")
     assert parameters.to_paths() == []
-    assert parameters.to_experiment() is None
     assert parameters_of(NAME, trace="a.json").to_paths() == [Path("a.json")]
     assert parameters_of(NAME, rank=3).to_choice() == {"rank": 3, "step": None}
 

@@ -1,5 +1,6 @@
 """What the notebooks share: their parameters, and how they run in batch."""
 
+from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.notebooks.batch import NotebookFailed, execute, parameter_names, read_parameters
 from moelab.notebooks.parameters import (
     ConvergenceParameters,
@@ -17,6 +18,7 @@ from moelab.notebooks.parameters import (
 )
 
 __all__ = [
+    "EXAMPLE_LOGS",
     "ConvergenceParameters",
     "DispatchParameters",
     "ExplainParameters",

@@ -18,13 +18,13 @@ from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.door import runs_folder
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
-from moelab.experiment_file import Study, make_study, parse, read_experiment, read_hardware
+from moelab.experiment_file import Study, make_study, parse, read_hardware
 from moelab.machine import gpus
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
 from moelab.planning.project import on
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, routing_of, routing_of_load
-from moelab.runs.directory import EXPERIMENT_FILE, TRACES_FOLDER, find
+from moelab.runs.directory import TRACES_FOLDER, find
 from moelab.runs.expert_load import routers_load
 
 Count = Annotated[int, Field(ge=1)]
@@ -432,15 +432,8 @@ class ExplainParameters(NotebookParameters):
         return traced[-1:]
 
     def to_choice(self) -> dict[str, int | None]:
-        """Which rank and step of them is shown, as :func:`moelab.traces.explanation.explain` takes it."""
+        """Which rank and step of them is shown, as :func:`moelab.explain` takes it."""
         return {
             "rank": None if self.rank < 0 else self.rank,
             "step": None if self.profiler_step < 0 else self.profiler_step,
         }
-
-    def to_experiment(self) -> Experiment | None:
-        """What ran, if it is known."""
-        if self.against:
-            return read_experiment(Path(self.against))
-        records = [path / EXPERIMENT_FILE for path in self.to_paths()]
-        return next((read_experiment(record) for record in records if record.is_file()), None)
