@@ -17,6 +17,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$")]
 MOST, MOST_RANKS = 10**9, 10**6
 """Bounds that no training comes near: a number of thousands of digits fills the memory of whatever counts with it."""
+MOST_LAYERS = 1_000
+"""Of a model: a plan names the modules of each stage one by one."""
 MAX_TEXT_CHARACTERS = 1_000
 Degree = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -80,8 +82,10 @@ class ShapeChanges(BaseModel):
 
     vocab_size: Degree | None = None
     dim: Degree | None = None
-    n_layers: Degree | None = Field(None, description="dense and MoE layers together")
-    n_dense_layers: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = None
+    n_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = Field(
+        None, description="dense and MoE layers together"
+    )
+    n_dense_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] | None = None
     n_heads: Degree | None = None
     q_lora_rank: Annotated[int, Field(ge=0, le=MOST_RANKS)] | None = Field(None, description="0: full-rank queries")
     kv_lora_rank: Degree | None = None

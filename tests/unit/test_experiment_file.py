@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from moelab import experiment_file
 from moelab.errors import BadInput
-from moelab.experiment import MAX_ARM_CHARACTERS, EPBackend, Experiment, OwnHardware, Precision, Routing, ShapeChanges
+from moelab.experiment import (
+    MAX_ARM_CHARACTERS,
+    MOST_LAYERS,
+    EPBackend,
+    Experiment,
+    OwnHardware,
+    Precision,
+    Routing,
+    ShapeChanges,
+)
 from moelab.experiment_file import (
     ADDED_FIELDS,
     END_KEY,
@@ -380,7 +389,10 @@ def test_an_arm_is_the_fields_in_which_it_differs() -> None:
 
 def test_arms_that_no_name_can_hold_apart_have_a_digest() -> None:
     numbers = ShapeChanges.model_fields.keys() - {"attention", "qk_norm"}
-    shapes = [dict.fromkeys(numbers, 10**6 - number) for number in range(3)]
+    layers = ("n_layers", "n_dense_layers")
+    shapes = [
+        dict.fromkeys(numbers, 10**6 - number) | dict.fromkeys(layers, MOST_LAYERS - number) for number in range(3)
+    ]
     arms = make_study("s", {}, [{"shape": shape} for shape in shapes], [0]).arms
     assert len(set(arms)) == 3
     assert max(map(len, arms)) == MAX_ARM_CHARACTERS

@@ -110,6 +110,7 @@ def test_grouped_queries_count_as_torchtitans(name: str, family: Any, flavor: st
         ({"use_residual": True}, "use_residual True: not known"),  # Arctic: a dense FFN beside the experts
         ({"moe_layer_end_index": 40}, "valid: dense layers first"),  # ERNIE 4.5
         ({"moe_layer_freq": [0, 1, 1]}, "a list says of 3 of 48 layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; valid: at most 1,000"),
         ({"layer_types": [None] * 48}, r"kind of attention \(None\)"),
     ],
 )

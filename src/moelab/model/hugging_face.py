@@ -19,7 +19,7 @@ from typing import Any
 
 from moelab.data import read_yaml
 from moelab.errors import BadInput
-from moelab.experiment import Experiment
+from moelab.experiment import MOST_LAYERS, Experiment
 from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES, ModelShape, shape_for
 
 TAKEN = {
@@ -247,6 +247,8 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
         raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
     if config.get("tie_word_embeddings") or config.get("tied_embeddings"):
         raise BadInput("tie_word_embeddings is true: the head shares the embedding's weights; valid: false")
+    if shape["n_layers"] > MOST_LAYERS:
+        raise BadInput(f"num_hidden_layers is {shape['n_layers']}; valid: at most {MOST_LAYERS:,}")
     layers = range(shape["n_layers"])
     # ERNIE's last one with experts; -1 where that is the last of all
     last = end if type(end := config.get("moe_layer_end_index")) is int and end >= 0 else layers.stop

@@ -1,9 +1,10 @@
 """The fastest layouts of a model on a cluster: a grid of degrees, the rules, memory, and a projection of the best.
 
 The grid has every way to write the GPUs as a product of axes, every schedule, micro-batch and checkpointing, but no
-tensor parallelism beyond what NVLink joins. What is legal gets a first estimate: the time of a micro-batch in all
-layers, which layouts share by the thousand, over what the schedule's bubble leaves. That is less than the step takes,
-so layouts that fit are projected in its order until no other can be among the best, or :data:`PROJECTED` have been.
+tensor parallelism beyond what NVLink joins and no pipeline of more than :data:`MOST_STAGES` ranks. What is legal gets a
+first estimate: the time of a micro-batch in all layers, which layouts share by the thousand, over what the schedule's
+bubble leaves. That is less than the step takes, so layouts that fit are projected in its order until no other can be
+among the best, or :data:`PROJECTED` have been.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ PROJECTED = 400
 """Layouts that are projected at most."""
 MOST_TOKENS_AT_ONCE = 2**17
 """Of a rank: products and exchanges of more tokens are no more efficient, and hold more memory."""
+MOST_STAGES = 64
+"""Pipeline ranks: twice as many as any published training has."""
 MOST_GPUS, MOST_SEQUENCES = 2**17, 2**20
 """Of a search: more of either, in a step, no training has."""
 DOUBLINGS = 8
@@ -223,11 +226,11 @@ class _Grid:
         Degrees that divide neither ranks, heads nor experts are not tried; ``only`` are some that are given.
         """
         x, ranks = self.experiment, self.experiment.world_size
-        joined = nvlink_ranks(x, node=self.cluster.node)
+        most = {"tp": nvlink_ranks(x, node=self.cluster.node), "pp": max(MOST_STAGES, x.pp)}
 
         def options(axis: str, left: int) -> Iterator[int]:
             values = (getattr(x, axis),) if axis in self.fixed else (only[axis],) if axis in only else divisors(left)
-            return (value for value in values if left % value == 0 and (axis != "tp" or value <= joined))
+            return (value for value in values if left % value == 0 and value <= most.get(axis, left))
 
         experts = (x.ep,) if "ep" in self.fixed else divisors(self.given.shape.num_experts)
         placed = [ep for ep in experts if can_be_placed(x, ep, self.cluster.node)]
