@@ -137,7 +137,9 @@ _SECRETS = (
     (re.compile(r"(?<![\w+/-])[A-Za-z0-9+/]{86}==(?![\w+/=])"), HIDDEN),  # the key of an Azure account
 )
 """Every repetition is bounded or cannot start inside itself, so the time is linear in the length of the text."""
-_PART_OF_A_URL = re.compile(r"[^\s'\"<>&?=#]++")
+_PART_OF_A_URL = re.compile(  # with a sign that is written for a URL
+    r"(?<![^\s'\"<>&?=#])(?=[^\s'\"<>&?=#]*?%[0-9A-Fa-f]{2})[^\s'\"<>&?=#]++"
+)
 _HEX = re.compile(r"(?<![A-Za-z0-9_])[0-9a-f]{40}(?![A-Za-z0-9_])")
 _OF_A_KEY = re.compile(r"(?i)wandb|w&b|api|key|login|token|secret|passw|auth|credential")
 _OF_A_COMMIT = re.compile(
@@ -204,9 +206,7 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("at commit 0123456789abcdef0123456789abcdef01234567")
     'at commit 0123456789abcdef0123456789abcdef01234567'
     """
-    text = _cleaned(visible(text))
-    if "%" in text:  # what is recognised otherwise may be written for a URL
-        text = _PART_OF_A_URL.sub(_decoded, text)
+    text = _PART_OF_A_URL.sub(_decoded, _cleaned(visible(text)))
     return _HEX.sub(_commit_or_hidden, text)
 
 
@@ -237,7 +237,7 @@ def _decoded(part: re.Match[str]) -> str:
     plain = part[0]
     for _ in range(3):  # a URL within a URL is encoded twice
         plain = urllib.parse.unquote(plain)
-    if plain == part[0] or (cleaned := _cleaned(plain := visible(plain))) == plain:
+    if (cleaned := _cleaned(plain := visible(plain))) == plain:
         return part[0]
     return urllib.parse.quote(cleaned, safe=HIDDEN + part[0].replace("%", ""))  # what was encoded stays so
 
