@@ -220,7 +220,7 @@ class World:
     def everywhere(self, mine: Any) -> list[Any]:
         """A value of every rank."""
         values: list[Any] = [None] * self.ranks
-        # Plain data alone: gloo's sockets ask nobody who he is, and a pickle could run anything.
+        # Plain data alone: gloo does not ask who connects, and a pickle could run anything.
         dist.all_gather_object(values, mine, group=self.control, weights_only=True)
         return values
 
