@@ -102,7 +102,9 @@ def read_study(source: Source, /, **fields: Any) -> Study:
     if isinstance(source, Study):
         return experiment_file.change(source, fields)
     if isinstance(source, Experiment):
-        return experiment_file.change(Study(name=source.name, experiments=(source,)), fields)
+        # Only what was given: the rest is for the file's reader to fill in, as the ranks of this machine.
+        given = {name: getattr(source, name) for name in source.model_fields_set}
+        return experiment_file.read_study(None, {**given, **fields})
     return experiment_file.read_study(source, fields)
 
 

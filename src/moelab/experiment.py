@@ -187,7 +187,9 @@ class Experiment(BaseModel):
     routing: Routing = Routing.LEARNED
 
     nodes: Degree = 1
-    gpus_per_node: Degree = Field(2, description="ranks on each node: GPUs, or processes on a CPU")
+    gpus_per_node: Degree = Field(
+        2, description="ranks on each node: GPUs, or processes on a CPU; left out of a study, what this machine has"
+    )
     dp_replicate: Degree = 1
     dp_shard: int = Field(-1, le=MOST_RANKS, description="-1: the ranks that the other axes leave")
     tp: Degree = 1

@@ -20,10 +20,12 @@ import dataclasses
 import difflib
 import errno
 import itertools
+import math
 import re
 import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -35,7 +37,9 @@ from moelab.data import shipped
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, OwnHardware, Precision, ShapeChanges
 from moelab.files import read_text
+from moelab.hardware import is_here
 from moelab.layout import twins
+from moelab.machine import GpusUnknown, ranks_here
 
 Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
@@ -137,9 +141,19 @@ def make_study(name: str, shared: Mapping[str, Any], arms: Sequence[Mapping[str,
             raise BadInput(f"{key} is not a field of one arm here: the study gives it to all arms, by `{instead}`")
     seeds = list(seeds)
     _bounded(name, len(seeds) * len(arms))
-    return _distinct(
-        name, [parse(Experiment, {**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms]
-    )
+    return _distinct(name, [_made({**shared, **arm, "name": name, "seed": seed}) for seed in seeds for arm in arms])
+
+
+def _made(fields: Mapping[str, Any]) -> Experiment:
+    """An experiment of these fields, sized for this machine where nobody chose the ranks, or which share experts."""
+    made, sizes = parse(Experiment, fields), dict[str, int]()
+    with suppress(BadInput, GpusUnknown):  # no such hardware, or a driver that fails: who plans or runs says so
+        if "gpus_per_node" not in fields and made.nodes == 1 and is_here(made.hardware):
+            sizes["gpus_per_node"] = ranks_here(str(made.hardware))
+    if "ep" not in fields:
+        sizes["ep"] = math.gcd(made.ep, made.model_copy(update=sizes).world_size)  # 1 of a single rank, or of three
+    changed = {name: value for name, value in sizes.items() if value != getattr(made, name)}
+    return parse(Experiment, {**fields, **changed}) if changed else made
 
 
 def _fields_of_arm(arm: str) -> dict[str, str]:
@@ -169,7 +183,7 @@ def read_study(path: str | Path | None, overrides: Sequence[str] | Mapping[str, 
     """
     changes = parse_overrides(overrides)
     if path is None:
-        return Study(name=(made := parse(Experiment, changes)).name, experiments=(made,))
+        return Study(name=(made := _made(changes)).name, experiments=(made,))
     study = _study_in(_file_of_study(Path(path)), dict(changes))
     return study if changes else replace(study, path=Path(path))
 
@@ -196,7 +210,7 @@ def _study_in(path: Path, changes: dict[str, Any]) -> Study:
         for row in content:
             if not isinstance(row, dict):
                 raise BadInput(f"each entry of the list must be a mapping of fields, found {_kind(row)}")
-        experiments = [parse(Experiment, {"name": path.stem, **row, **changes}) for row in content]
+        experiments = [_made({"name": path.stem, **row, **changes}) for row in content]
         names = {experiment.name for experiment in experiments}
         if len(names) > 1:
             raise BadInput(f"the experiments of one study share one name, found {', '.join(sorted(names))}")
@@ -204,7 +218,7 @@ def _study_in(path: Path, changes: dict[str, Any]) -> Study:
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a mapping of fields, or a list of them, found {_kind(content)}")
     if not {"arms", "seeds", "experiment", "study"} & content.keys():
-        experiment = parse(Experiment, {**content, **changes})
+        experiment = _made({**content, **changes})
         return Study(name=experiment.name, experiments=(experiment,))
     for key in content.keys() - set(STUDY_KEYS):
         near = [_OF_A_STUDY[key]] if key in _OF_A_STUDY else []

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import OwnHardware
-from moelab.machine import GpuInfo, cores, gpus, memory_bytes
+from moelab.machine import GpuInfo, cores, gpu_problem, gpus, memory_bytes
 
 Label = Literal["measured", "derived", "quoted"]
 GROUP_PADDING = {"bf16": 8, "fp8": 16, "nvfp4": 16, "mxfp8_emulated": 32, "mxfp8_native": 128}
@@ -309,6 +309,22 @@ def cluster_of(hardware: str | OwnHardware) -> Cluster:
             "a YAML file of your own"
         )
     return _HERE[hardware]()
+
+
+def has_gpus_of(hardware: str | OwnHardware, gpus_here: Sequence[GpuInfo]) -> bool:
+    """Whether GPUs, as nvidia-smi lists them, are all of the kind that an experiment's hardware has."""
+    # A GPU that the catalogue does not have is called as CUDA calls it.
+    kinds = {gpu_from(one).name.removeprefix("NVIDIA ") for one in gpus_here}
+    return kinds == {gpu_of(hardware).name.removeprefix("NVIDIA ")}
+
+
+def is_here(hardware: str | OwnHardware) -> bool:
+    """Whether this machine trains for the hardware: it is named as such, or has GPUs of that kind.
+
+    Raises:
+        BadInput: as :func:`cluster_of`.
+    """
+    return hardware in _HERE or has_gpus_of(hardware, () if gpu_problem() else gpus())
 
 
 def gpu_of(hardware: str | OwnHardware) -> Gpu:

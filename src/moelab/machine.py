@@ -141,6 +141,19 @@ def gpu_problem() -> str | None:
     return listing.found if isinstance(listing, GpusUnknown) else None
 
 
+CPU_RANKS = 2
+"""Processes of a run on the processor: the fewest that can share experts."""
+
+
+def ranks_here(hardware: str = "local") -> int:
+    """Ranks of a run here where nobody chose how many: all GPUs, or two processes on the processor.
+
+    Raises:
+        GpusUnknown: as :func:`gpus`.
+    """
+    return (len(gpus()) if hardware != "cpu" else 0) or CPU_RANKS
+
+
 @functools.cache
 def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves, or why they are not known."""

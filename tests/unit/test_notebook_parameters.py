@@ -110,7 +110,7 @@ def test_parameters_that_name_no_study(name: str, value: str, said: str) -> None
         # The first three are fields of an experiment, and have its bounds.
         (
             "06_compare_convergence",
-            {"lr": [math.nan], "dataset": ["c5"], "ep": [0], "seeds": [0, 101], "ranks": [True]},
+            {"lr": [math.nan], "dataset": ["c5"], "ep": [-1], "seeds": [0, 101], "ranks": [True]},
         ),
         ("06_compare_convergence", {"final_fraction": [0, 1.5], "margin_nats": [-0.1], "on_failure": ["ignore"]}),
         ("07_compare_throughput", {"submit": ["maybe"], "steps": [4], "precision": ["bf16"], "ep": [1]}),

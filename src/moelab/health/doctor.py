@@ -31,6 +31,7 @@ from moelab.machine import (
     is_tested,
     memory_bytes,
     physical_memory_bytes,
+    ranks_here,
     this_machine,
     version,
 )
@@ -95,7 +96,7 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     findings = (_processor(), *_gpus(), *map(_package, TESTED), *_tools())
     arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
     # An arm with expert parallelism needs two ranks, but on one GPU the second would find none.
-    ranks = 1 if gpu_problem() is None and len(gpus()) == 1 else 2
+    ranks = 2 if gpu_problem() else min(2, ranks_here())
     here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
     return Examination(
         findings=findings,

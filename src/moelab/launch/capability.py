@@ -12,9 +12,9 @@ from pathlib import Path
 
 from moelab.experiment import EPBackend, Experiment
 from moelab.experiment_file import Study
-from moelab.hardware import gpu_from, gpu_of
+from moelab.hardware import cluster_of, gpu_from, gpu_of, has_gpus_of
 from moelab.layout import check, twins
-from moelab.machine import GpuInfo, GpusUnknown, cores, gpus, has_module
+from moelab.machine import GpuInfo, GpusUnknown, cores, counted, gpus, has_module
 from moelab.model import count_parameters, shape_for
 
 RANKS_PER_CORE = 4
@@ -29,6 +29,18 @@ def refusals_of(study: Study) -> list[str]:
     all_on_cpu = all(one.hardware == "cpu" for one in study.experiments)
     here = replace(gpu_of("cpu" if all_on_cpu else "local"), name="this machine")
     return [f"{arm}: {why}" for arm, why in twins(study.first_of_arms, here).items()]
+
+
+def differs_here(study: Study) -> Iterator[str]:
+    """What is not as in a study's hardware where that is a profile, and this machine has its GPU."""
+    profiles = dict.fromkeys(one.hardware for one in study.experiments if one.hardware not in ("local", "cpu"))
+    for cluster in map(cluster_of, profiles):
+        if cluster.gpus != len(gpus_here := gpus()):
+            yield (
+                f"hardware is {cluster.name}, {cluster.gpus} × {cluster.node.gpu.name}; trained here on "
+                f"{counted(gpu.name for gpu in gpus_here)}: the same GPU, so kernels and memory are the same. A plan "
+                f"or projection for {cluster.name} counts on its {cluster.gpus} GPUs and what joins them"
+            )
 
 
 def refusals(experiment: Experiment) -> list[str]:
@@ -50,7 +62,11 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
     if experiment.nodes > 1:
         yield f"nodes is {experiment.nodes}: `moelab run` starts ranks on this machine only; set nodes=1"
     if gpus_here and ranks > len(gpus_here):
-        yield f"gpus_per_node is {ranks}, this machine has {len(gpus_here)} GPUs; set gpus_per_node={len(gpus_here)}"
+        count = len(gpus_here)
+        yield (
+            f"gpus_per_node is {ranks}, this machine has {count} GPU{'s' * (count > 1)}; set gpus_per_node={count} or "
+            "leave it out, or train processes on its CPU with hardware=cpu"
+        )
     if not gpus_here and ranks > most:
         yield f"gpus_per_node is {ranks}: too many processes for {cores()} cores; use at most {most}"
     emulated = backend is EPBackend.DEEPEP and experiment.ep_kernels == "emulated"
@@ -75,8 +91,9 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
                 f"overrides has {target}, and there is no module {module} here; start in the folder that it is in, or "
                 "add that folder to PYTHONPATH"
             )
-    if experiment.hardware not in ("local", "cpu"):
+    if experiment.hardware not in ("local", "cpu") and not has_gpus_of(experiment.hardware, gpus_here):
+        wanted, here = gpu_of(experiment.hardware).name, counted(gpu.name for gpu in gpus_here) or "no GPU"
         yield (
-            f"hardware is {experiment.hardware}: `moelab run` trains on this machine only; set hardware=local or "
-            "hardware=cpu"
+            f"hardware is {experiment.hardware}, whose GPU is {wanted}: `moelab run` trains on this machine only, "
+            f"which has {here}; set hardware=local or hardware=cpu"
         )

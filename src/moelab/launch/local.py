@@ -27,7 +27,7 @@ from moelab.errors import Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json, write_whole
-from moelab.launch.capability import refusals_of
+from moelab.launch.capability import differs_here, refusals_of
 from moelab.launch.ends import close, close_orphans, ended, only_launcher
 from moelab.launch.progress import Row, Say, progress_of, say_on_stderr
 from moelab.launch.status import require_no_jobs
@@ -79,7 +79,7 @@ def run_study(study: Study, runs: Path, *, on_failure: OnFailure = "continue", s
     with only_launcher(runs / study.name):
         here = directory.discover(runs / study.name)
         told = say or say_on_stderr
-        for line in here.lines:
+        for line in (*differs_here(study), *here.lines):
             told(line)
         attempts = [here.attempts(experiment) for experiment in study.experiments]
         require_no_jobs([run for tried in attempts if not completed(tried) for run in tried])

@@ -19,7 +19,8 @@ from moelab.door import runs_folder
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import Study, make_study, parse, read_hardware
-from moelab.machine import gpus
+from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.machine import CPU_RANKS, counted, gpu_problem, gpus, ranks_here
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
 from moelab.planning.project import on
@@ -59,11 +60,68 @@ class NotebookParameters(BaseModel):
 
     @property
     def of_experiment(self) -> dict[str, Any]:
-        """The parameters that are fields of an experiment."""
+        """The parameters that are fields of an experiment; an ``ep`` of 0, which nobody chose, is left out."""
         given = self.model_dump()
-        ranks = {"gpus_per_node": given["ranks"]} if "ranks" in given else {}
-        hardware = {"hardware": read_hardware(given["hardware"])} if "hardware" in given else {}
-        return {name: value for name, value in given.items() if name in Experiment.model_fields} | ranks | hardware
+        fields = {name: value for name, value in given.items() if name in Experiment.model_fields}
+        fields |= {"hardware": read_hardware(given["hardware"])} if "hardware" in given else {}
+        return {name: value for name, value in fields.items() if value or name != "ep"}
+
+
+class _Trains(NotebookParameters):
+    """A study that is trained, on this machine unless its parameters say elsewhere."""
+
+    study: str
+    runs_dir: Folder
+    ranks: NotNegative
+
+    @property
+    def of_experiment(self) -> dict[str, Any]:
+        """As in other notebooks, and the ranks; on the processor where a lesson takes more than there are GPUs."""
+        fields, place, least = super().of_experiment, self._cluster, self._least_ranks
+        ranks = self.ranks or (place.gpus_per_node if place.scheduler == "slurm" else 0)
+        if self.on_cpu_because:
+            fields["hardware"], ranks = "cpu", max(least, CPU_RANKS)
+        elif self._takes_this_machine:
+            ranks = ranks_here() // least * least  # two of three GPUs
+        return fields | ({"gpus_per_node": ranks} if ranks else {})
+
+    @property
+    def _cluster(self) -> ClusterProfile:
+        return read_cluster(getattr(self, "cluster", "local"))
+
+    @property
+    def _least_ranks(self) -> int:
+        """Ranks without which there is nothing to see: those of the degrees, two for any but the usual all-to-all."""
+        given = self.model_dump()
+        moves = given.get("ep_backend", EPBackend.STANDARD) != EPBackend.STANDARD
+        return int(max(given.get("ep", 0), given.get("tp", 1) * given.get("pp", 1), 1 + moves))
+
+    @property
+    def _takes_this_machine(self) -> bool:
+        """Whether nobody chose where it runs, nor on how many ranks."""
+        is_chosen = self.ranks or getattr(self, "hardware", "local") != "local" or getattr(self, "nodes", 1) > 1
+        return not is_chosen and self._cluster.scheduler != "slurm"
+
+    @property
+    def on_cpu_because(self) -> str:
+        """Why this trains on the processor of a machine with GPUs; empty where it does not, or somebody chose so."""
+        if not self._takes_this_machine or ranks_here() >= self._least_ranks:
+            return ""
+        here = counted(gpu.name for gpu in gpus()) or "no GPU"
+        return f", because it takes {self._least_ranks} ranks and this machine has {here}"
+
+    @property
+    def place(self) -> str:
+        """What the study trains on, in words."""
+        experiment = self.to_study().experiments[0]
+        count, hardware = experiment.world_size, experiment.hardware
+        if hardware == "cpu" or (hardware == "local" and not gpu_problem() and not gpus()):
+            return f"{count} process{'es' * (count > 1)} on a CPU{self.on_cpu_because}"
+        return f"{count} GPU{'s' * (count > 1)}"
+
+    def to_study(self) -> Study:
+        """The experiments that these parameters name."""
+        raise NotImplementedError
 
 
 def _with_a_speed(precision: object) -> object:
@@ -72,31 +130,30 @@ def _with_a_speed(precision: object) -> object:
     return precision
 
 
-class StartParameters(NotebookParameters):
+def _several(ep: int) -> int:
+    if ep == 1 or ep < 0:
+        raise ValueError("2 or more, or 0 if you do not choose: DeepEP moves tokens between ranks")
+    return ep
+
+
+class StartParameters(_Trains):
     """Parameters of ``00_start_here``."""
 
-    study: str
-    runs_dir: Folder
-    ranks: NotNegative
     steps: Annotated[int, Field(ge=2)]
 
     def to_study(self) -> Study:
         """The nano model in BF16 and with MXFP8 experts, once each, in steps of 512 tokens a rank."""
-        ranks = self.ranks or (1 if len(gpus()) == 1 else 2)
-        shared: dict[str, Any] = {"gpus_per_node": ranks, "ep": ranks, "seq_len": 128, "local_batch": 4}
-        shared |= {"steps": self.steps, "warmup_steps": max(1, self.steps // 5), "lr": 4.0e-3}
+        shared = self.of_experiment | {"seq_len": 128, "local_batch": 4}
+        shared |= {"warmup_steps": max(1, self.steps // 5), "lr": 4.0e-3}
         return make_study(self.study, shared, [{"precision": "bf16"}, {"precision": "mxfp8"}], [0])
 
 
-class QuantiseParameters(NotebookParameters):
+class QuantiseParameters(_Trains):
     """Parameters of ``01_quantise_to_mxfp8``."""
 
     capture_run: str
-    study: str
-    runs_dir: Folder
     model: str
-    ranks: Count
-    ep: Count
+    ep: NotNegative
     steps: Count
     seq_len: Count
     local_batch: Count
@@ -253,17 +310,14 @@ class PlanParameters(NotebookParameters):
         return parse(Experiment, {**fields, **changes})
 
 
-class _Training(NotebookParameters):
+class _Training(_Trains):
     """A study that is trained here or given to Slurm."""
 
-    study: str
-    runs_dir: Folder
     submit: bool
     cluster: str
     model: str
     nodes: Count
-    ranks: Count
-    ep: Count
+    ep: NotNegative
     steps: Count
     warmup_steps: NotNegative
     lr: Positive
@@ -317,9 +371,14 @@ class ThroughputParameters(_Training):
     tp: Count
     pp: Count
     pp_schedule: str
-    ep: Annotated[int, Field(ge=2)]
+    ep: Annotated[int, AfterValidator(_several)]
     seeds: Seeds
     steps: Annotated[int, Field(ge=5)]
+
+    @property
+    def _least_ranks(self) -> int:
+        """Two: half of the arms have DeepEP."""
+        return max(2, super()._least_ranks)
 
     def to_study(self) -> Study:
         """The two-by-two: BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
@@ -399,7 +458,7 @@ class ReportParameters(NotebookParameters):
         return tuple(given) or EXAMPLE_LOGS
 
 
-class ExplainParameters(NotebookParameters):
+class ExplainParameters(_Trains):
     """Parameters of ``11_explain_step``."""
 
     trace: str
@@ -409,10 +468,7 @@ class ExplainParameters(NotebookParameters):
     layer: Annotated[int, Field(ge=-1)]
     phase: Literal["forward", "recompute", "backward"]
     record: bool
-    study: str
-    runs_dir: Folder
     model: str
-    ranks: Count
     trace_step: Annotated[int, Field(ge=2, le=1000)]
     seq_len: Count
     local_batch: Count
@@ -421,7 +477,7 @@ class ExplainParameters(NotebookParameters):
 
     def to_study(self) -> Study:
         """One BF16 run whose last step is traced."""
-        shared = self.of_experiment | {"ep": self.ranks, "steps": self.trace_step, "warmup_steps": 1}
+        shared = self.of_experiment | {"steps": self.trace_step, "warmup_steps": 1}
         return make_study(self.study, shared, [{"precision": "bf16"}], [0])
 
     def to_paths(self) -> list[Path]:
