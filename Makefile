@@ -1,5 +1,5 @@
 # Everything a person needs on a fresh machine with Python >= 3.11 and pip:
-#   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this CPU, print the verdict and where the report is
+#   make demo       train DeepSeek-V3 nano in BF16 and MXFP8 on this machine, print the verdict and where the report is
 #   make test       every test
 #   make lab        JupyterLab on the notebooks
 #   make site       executed notebooks, README and guides as a web site in a folder: build/site/html/index.html
