@@ -23,7 +23,7 @@ import pandas as pd
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.files import finite_or_none, write_json
-from moelab.privacy import each_text, one_line, without_secrets
+from moelab.privacy import each_text, one_line, shown
 from moelab.runs import directory, metrics
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
@@ -36,12 +36,15 @@ from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
+    COLUMNS,
+    VALIDATION_COLUMNS,
     Columns,
     MetricsRead,
     grad_norm_finding,
     merge_segments,
     metrics_table,
     throughput_rows,
+    validation_table,
 )
 from moelab.runs.tensorboard import event_files, read_tensorboard
 from moelab.runs.wandb import is_export, read_wandb
@@ -68,8 +71,8 @@ class Collected(SideFiles):
     seed: int | None
     status: Status  # how it ended; a loss that is not finite is `failed` whatever the exit code said
     segments: int  # launches that logged a step
-    rows: pd.DataFrame
-    validation: pd.DataFrame  # held-out loss by step
+    columns: Columns  # of its rows, and of its held-out losses
+    validation_columns: Columns
     steps_planned: int | None = None
     diverged: str | None = None  # which loss was not finite, None where none was or training got over it
     experiment: Experiment | None = None
@@ -84,9 +87,19 @@ class Collected(SideFiles):
         return self.status.state is State.COMPLETED and self.steps_planned in (None, self.last_step)
 
     @cached_property
+    def rows(self) -> pd.DataFrame:
+        """Metrics table."""
+        return metrics_table(self.columns, run=self.run, arm=self.arm or None, seed=self.seed)
+
+    @cached_property
+    def validation(self) -> pd.DataFrame:
+        """Held-out loss by step."""
+        return validation_table(self.validation_columns)
+
+    @property
     def last_step(self) -> int:
         """Last step that was logged; 0 before the first."""
-        return int(self.rows["step"].max()) if len(self.rows) else 0
+        return int(np.max(self.columns["step"], initial=0))
 
     @property
     def validation_loss(self) -> float:
@@ -166,18 +179,31 @@ class Collected(SideFiles):
             "traces": list(self.traces),
             "expert_load": self.load.to_json() if self.load else None,
         }
-        head = each_text(without_secrets, head)
-        # The rows of a large study are millions of numbers: pandas writes them, and nobody parses them again.
-        rows = self.rows if head["run"] == self.run else self.rows.assign(run=head["run"])
-        tables = {"rows": rows, "validation": self.validation}
-        parts = [f'"{name}": {rows.to_json(orient="records", double_precision=15)}' for name, rows in tables.items()]
-        return ", ".join([json.dumps(head)[:-1], *parts]) + "}"
+        head = each_text(shown, head)
+        # From the columns: a study has thousands of tables, and making one takes pandas as long as reading its run.
+        rows = _json_rows(self.columns, COLUMNS, run=head["run"], arm=self.arm or None, seed=self.seed)
+        held_out = _json_rows(self.validation_columns, VALIDATION_COLUMNS)
+        return f'{json.dumps(head)[:-1]}, "rows": {rows}, "validation": {held_out}}}'
 
     @property
     def grad_norm_json(self) -> dict[str, int | None]:
         """The finding for a program: the first of these steps, and how many they are."""
         steps = self.grad_norm_not_finite
         return {"grad_norm_not_finite_from": min(steps, default=None), "grad_norm_not_finite_steps": len(steps)}
+
+
+def _json_rows(columns: Columns, names: Sequence[str], **same: str | int | None) -> str:
+    """Rows as JSON has them: what is missing or not finite is null; ``same`` is in each of them."""
+    values: dict[str, list[Any]] = {}
+    for name in names:
+        if name in same or name not in columns:
+            values[name] = [same.get(name)] * len(columns["step"])
+        else:
+            known = columns[name].tolist()
+            values[name] = (
+                known if np.isfinite(columns[name]).all() else [x if math.isfinite(x) else None for x in known]
+            )
+    return json.dumps([dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)])
 
 
 def collect_run(run: RunDir) -> Collected:
@@ -203,10 +229,8 @@ def collect_run(run: RunDir) -> Collected:
         seed=experiment.seed,
         status=status,
         segments=read.segments,
-        rows=metrics_table(
-            _without_traced_speed(read.columns, experiment), run=run.name, arm=experiment.arm, seed=experiment.seed
-        ),
-        validation=read.validation,
+        columns=_without_traced_speed(read.columns, experiment),
+        validation_columns=read.validation_columns,
         steps_planned=experiment.steps,
         diverged=diverged,
         experiment=experiment,
@@ -350,18 +374,16 @@ def collect(path: Path) -> list[Collected]:
 
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None) -> Collected:
-    run = read.rows["run"].fillna(name)  # an export names its runs, a log does not
-    run = run if read.name is None else run + f" ({read.name})"
-    rows = read.rows.assign(run=run.map({each: one_line(str(each)) for each in run.unique()}))
+    run = one_line(read.run or name)  # an export names its runs, a log does not
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
-        run=str(rows["run"].iloc[0]) if len(rows) else one_line(name),
+        run=run if read.name is None else f"{run} ({read.name})",
         arm="",
         seed=None,
         status=Status(state=State.FAILED if reason else State.UNKNOWN, reason=reason),
         segments=read.segments,
-        rows=rows,
-        validation=read.validation,
+        columns=read.columns,
+        validation_columns=read.validation_columns,
         diverged=reason if read.reason or _FOR_ITS_LOSS.search(reason or "") else None,
         grad_norm_not_finite=read.grad_norm_not_finite,
         notes=read.notes,

@@ -122,15 +122,20 @@ class RunDir:
     def _place(self) -> tuple[str, ...]:
         """Study, arm, seed and run: links below the study are places of their own, one to a study is not."""
         given = Path(os.path.abspath(self.path))  # noqa: PTH100 - keeps links
-        place = self.path.resolve().parts[-4:]
-        if _SEED.fullmatch(given.parent.name):
-            place = (given.parent.parent.parent.resolve().name, *given.parts[-3:])
+        is_in_study = _SEED.fullmatch(given.parent.name)
+        below = (_real_name(given.parent.parent.parent), *given.parts[-3:]) if is_in_study else ()
+        place = below or self.path.resolve().parts[-4:]
         # It is shown wherever the run is. The last folder has a date, which tells apart what is then called the same.
         return tuple(part if _STAMP.fullmatch(part) else _shown(part) for part in place)
 
     @property
     def _names_a_seed(self) -> bool:
         return len(self._place) > 2 and bool(_SEED.fullmatch(self._place[-2]))
+
+
+@functools.lru_cache(maxsize=256)  # a study has thousands of runs
+def _real_name(study: Path) -> str:
+    return study.resolve().name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from moelab.files import open_regular
 from moelab.runs.table import VALUE_COLUMNS, MetricsRead, columns_of, metrics_read, not_finite
 
@@ -69,30 +71,43 @@ class MetricsTail:
             file.seek(self._offset)
             *lines, self.rest = (self.rest + file.read()).split(b"\n")
             self._offset = file.tell()
-        return [record for line in lines if line.strip() and (record := self._record(line))]
+        return self._records([line for line in lines if line.strip()])
 
     def end(self) -> list[dict[str, Any]]:
         """Return the record that stands at the end without a line end, as an editor leaves it."""
-        record = self._record(self.rest) if self.rest.strip() else None
-        return [record] if record else []
+        return self._records([self.rest] if self.rest.strip() else [])
 
-    def _record(self, line: bytes) -> dict[str, Any] | None:
-        try:
-            record = json.loads(line)
-            step = record["step"]
-            is_whole = type(step) is int and 0 <= step < 10**15
-            numbers = [record.get(name) for name in ("validation_loss", *VALUE_COLUMNS)]
-            is_whole &= all(number is None or type(number) in (int, float) for number in numbers)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            is_whole = False
-        if not is_whole:
-            self.torn += 1
-            return None
-        segment = record.get("segment")
-        if type(segment) is not int:  # a file of another trainer: a launch begins where the steps go back
-            segment = self._segment + (step <= self._step and "validation_loss" not in record)
-        self._segment, self._step = segment, step
-        return {**record, "segment": segment}
+    def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        try:  # at once, which takes a third of the time
+            parsed = json.loads(b"[%s]" % b",".join(lines))
+        except (ValueError, RecursionError):
+            parsed = [_parsed(line) for line in lines]
+        records = [record for record in parsed if _is_record(record)]
+        self.torn += len(parsed) - len(records)
+        for record in records:
+            segment, step = record.get("segment"), record["step"]
+            if type(segment) is not int:  # a file of another trainer: a launch begins where the steps go back
+                segment = self._segment + (step <= self._step and "validation_loss" not in record)
+            record["segment"] = self._segment = segment
+            self._step = step
+        return records
+
+
+_NUMBERS: Final = {int, float, type(None)}
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_record(record: Any) -> bool:
+    if type(record) is not dict or type(step := record.get("step")) is not int or not 0 <= step < 10**15:
+        return False
+    known = ("validation_loss", *VALUE_COLUMNS)
+    return _NUMBERS.issuperset(map(type, record.values())) or _NUMBERS.issuperset(type(record.get(n)) for n in known)
 
 
 def read_metrics(path: Path) -> MetricsRead:
@@ -119,4 +134,6 @@ def read_of(records: Iterable[Record], notes: tuple[str, ...] = ()) -> MetricsRe
             held_out.append({**record, "loss": record["validation_loss"]})
         else:
             steps.append(record)
-    return metrics_read(columns_of(steps), columns_of(held_out), not_finite(steps), notes=notes)
+    columns = columns_of(steps)
+    failures = {} if np.isfinite(columns["loss"]).all() else not_finite(steps)
+    return metrics_read(columns, columns_of(held_out), failures, notes=notes)

@@ -89,7 +89,7 @@ class MetricsRead:
     @functools.cached_property
     def validation(self) -> pd.DataFrame:
         """Table of :data:`VALIDATION_COLUMNS`."""
-        return _table(self.validation_columns, VALIDATION_COLUMNS)
+        return validation_table(self.validation_columns)
 
 
 def step_column(name: str) -> str | None:
@@ -245,6 +245,11 @@ def metrics_table(
     into every row that they give none for.
     """
     return _table(columns, COLUMNS, {"run": run, "arm": arm, "seed": seed})
+
+
+def validation_table(columns: Columns) -> pd.DataFrame:
+    """Return a table of :data:`VALIDATION_COLUMNS`."""
+    return _table(columns, VALIDATION_COLUMNS)
 
 
 class _HasRows(Protocol):
