@@ -96,6 +96,11 @@ def test_a_damaged_file_is_named_hides_nothing_else_and_is_begun_anew(tmp_path: 
             expert_load(file)
         one = collect_run(run)
         assert (len(one.rows), any(FILE in words for words in one.damaged)) == (4, True)
+    # Rows that are far apart would have room for billions of others between them.
+    sparse = pd.DataFrame({name: np.arange(3000) for name in table.columns}).astype(table.dtypes.to_dict())
+    file.write_bytes(sparse.to_parquet(index=False))
+    with pytest.raises(BadInput, match=r"3000 rows, not one for each of \(3000, 3000, 3000\)"):
+        expert_load(file)
     for content in unreadable:
         file.write_bytes(content)
         ExpertLoadFile(run.path).add(7, tokens_of(UNEVEN))  # the next launch

@@ -11,6 +11,7 @@ import base64
 import json
 import os
 import pickle
+import resource
 import time
 import zlib
 from pathlib import Path
@@ -548,6 +549,75 @@ def test_a_dump_calls_nothing(tmp_path: Path) -> None:
     (tmp_path / "nccl_trace_rank_1").write_bytes(pickle.dumps({"entries": [Evil()]}))
     assert reason(tmp_path) == f"rank 0: {TIMED_OUT}"
     assert not (tmp_path / "called").exists()
+
+
+def test_a_pickle_that_asks_for_gigabytes_gets_none(tmp_path: Path) -> None:
+    left(tmp_path, {f"err{rank}": watchdog(rank) for rank in (0, 1, 3)})
+    for rank, content in enumerate([WAITS, WAITS, MISSES, WAITS]):
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(content))
+    for name, content in {
+        "rank_4": b"\x80\x02Nr\xff\xff\xff\x7f.",  # the last of two billion places of its memo
+        "rank_5": b"\x80\x04\x8e" + (1 << 40).to_bytes(8, "little"),  # a text of a terabyte
+        "rank_6": b"[" * 1_000_000,
+        "rank_7.json": b'{"a":' * 100_000,
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    begun = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert reason(tmp_path).startswith("rank 2: did not enter all_to_all")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    assert used <= max(begun, flight_recorder._MOST_MEMORY >> 10)
+
+
+# --- divergence, broken lines, chains ---
+
+
+def test_torchtitans_non_finite_stop_is_a_divergence(tmp_path: Path) -> None:
+    """pytorch/torchtitan#4226: the words stand in a kernel's assertion, once for each thread."""
+    words = "Loss or gradient norm is not finite on at least one rank at step 4"
+    kernel = "/pytorch/aten/src/ATen/native/cuda/TensorCompare.cu:112: _assert_async_cuda_kernel: block: [0,0,0], thread: [0,0,0] "
+    trapped = raised("torch.AcceleratorError: CUDA error: device-side assert triggered", prefix="[rank0]: ")
+    (run,) = collect(left(tmp_path, {"log": steps(1, 2, 3) + f"{kernel}Assertion `{words}` failed.\n" * 4 + trapped}))
+    assert run.diverged == run.status.reason == f"a CUDA kernel's assertion failed (TensorCompare.cu:112): {words}"
+    assert run.to_json()["diverged"] == run.diverged
+
+
+@pytest.mark.parametrize("width", [72, 80, 100, 120, 132])
+@pytest.mark.parametrize("quoted", ["", "> "])
+def test_a_cause_whose_lines_a_terminal_broke(tmp_path: Path, width: int, quoted: str) -> None:
+    """modelscope/ms-swift#5409: a watchdog's lines of a terminal, broken in the middle of a word."""
+    lines = [line for rank in (0, 1) for line in watchdog(rank).splitlines()]
+    broken = [line[at : at + width] for line in lines for at in range(0, len(line), width)]
+    left(tmp_path, {"log": steps(1, 2, 3) + "".join(f"{quoted}{line}\n" for line in broken)})
+    assert reason(tmp_path).startswith("rank 0: a collective timed out: ALLTOALL_BASE (sequence number 216) of the")
+
+
+def test_lines_of_one_length_are_not_joined(tmp_path: Path) -> None:
+    frame = (
+        f'  File "{LIB}/torch/nn/modules/module.py", line 1775, in _wrapped_call_impl\n    return self._call(*args)\n'
+    )
+    waits = "".join(
+        f"DeepEP dispatch NVL receiver timeout, channel: {n}, RDMA: 1, nvl: 0, src nvl: 7\n" for n in range(9)
+    )
+    left(tmp_path, {"log": steps(1) + waits + f"{HEADER}\n{frame * 9}ValueError: mine\n"})
+    assert reason(tmp_path) == "ValueError: mine"
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "cause"),
+    [
+        ("KeyError: 'lr'", "RuntimeError: cannot build the optimizer", "RuntimeError: cannot build the optimizer, caused by KeyError: 'lr' (torchtitan/train.py:12 in train: self.step())"),
+        ("OSError: [Errno 28] No space left", "RuntimeError: saving failed: No space left", "RuntimeError: saving failed: No space left"),
+        ("ValueError: bad", GLOO, "ValueError: bad"),
+        (GLOO, "ValueError: bad", "ValueError: bad"),
+    ],
+)  # fmt: skip
+def test_the_first_of_a_chain_stands_beside_the_last_unless_one_is_a_consequence(
+    tmp_path: Path, first: str, last: str, cause: str
+) -> None:
+    left(tmp_path, {"err1": chained(raised(first), raised(last))})
+    assert reason(tmp_path) == f"rank 1: {cause}"
+    left(tmp_path, {"err1": chained(raised(first), raised("ValueError: between"), raised("TypeError: last"))})
+    assert (", caused by" in reason(tmp_path), "between" in reason(tmp_path)) == (True, first == GLOO)
 
 
 # --- folders ---

@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from pyarrow import compute, parquet
 
 from moelab.errors import BadInput
 from moelab.experiment import Routing
-from moelab.files import write_whole
+from moelab.files import open_regular, write_whole
 from moelab.runs.directory import RunDir, is_run
 
 FILE = "expert_load.parquet"
+_MOST_ROWS = 50_000_000  # a thousand layers of a thousand experts at fifty steps
 _COLUMNS = {"step": pa.int32(), "layer": pa.int32(), "expert": pa.int32(), "tokens": pa.int64()}
 
 
@@ -157,9 +159,10 @@ def expert_load(file: Path) -> ExpertLoad | None:
     (steps, step_N), (layers, layer_N), (experts, expert_N) = (
         np.unique(numbers, return_inverse=True) for numbers in values[:3]
     )
-    tokens_SLE = np.zeros(shape := (len(steps), len(layers), len(experts)), dtype=np.int64)
-    if table.num_rows != tokens_SLE.size:
+    shape = (len(steps), len(layers), len(experts))
+    if table.num_rows != math.prod(shape):  # before there is room for all of them
         raise BadInput(f"{FILE} is damaged: {table.num_rows} rows, not one for each of {shape} steps, layers, experts")
+    tokens_SLE = np.zeros(shape, dtype=np.int64)
     tokens_SLE[step_N, layer_N, expert_N] = values[3]
     return ExpertLoad(steps=steps, layers=layers, tokens_SLE=tokens_SLE) if table.num_rows else None
 
@@ -194,7 +197,10 @@ def _read(path: Path) -> pa.Table | None:
         BadInput: if it is something else.
     """
     try:
-        with parquet.ParquetFile(path) as file:  # read_table looks for a dataset first, which takes four times as long
+        # Not read_table, which looks for a dataset first and takes four times as long.
+        with open_regular(path) as raw, parquet.ParquetFile(raw) as file:
+            if file.metadata.num_rows > _MOST_ROWS:
+                raise BadInput(f"{FILE} is damaged: it has {file.metadata.num_rows:,} rows")
             table = file.read(use_threads=False)
     except FileNotFoundError:
         return None

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision
+from moelab.files import read_bytes, read_text
 from moelab.machine import counted
 from moelab.runs.directory import CONVERTED_FOLDER, DISPATCHER_FILE, RECORDED_FOLDER, RunDir
 
@@ -158,7 +159,7 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     damaged += [f"{wrong}: the dispatcher is unknown"] if unreadable else []
     command, wrong = "", ""
     try:
-        command = (run.path / COMMAND_FILE).read_text().strip()
+        command = read_text(run.path / COMMAND_FILE).strip()
         if not _COMMAND.fullmatch(command):
             raise ValueError("a quote is open")  # as when it was cut off
     except FileNotFoundError:  # a job of Slurm has a script in its place
@@ -231,7 +232,7 @@ def _converted(run: RunDir) -> tuple[dict[str, Any] | None, list[str]]:
 def _read(file: Path, content: type[Content]) -> tuple[Content | None, str]:
     """A file's content, or None and what is wrong with it."""
     try:
-        return content.model_validate_json(file.read_bytes()), ""
+        return content.model_validate_json(read_bytes(file)), ""
     except FileNotFoundError:
         return None, f"{file.name} is missing"
     except OSError as error:
