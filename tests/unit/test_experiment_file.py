@@ -276,7 +276,7 @@ SETTINGS = {
     "hardware={name: a, gpu: H100, memory_gib: 81559}": "memory_gib: got 81559; valid: less than 10000",
     "hardware={name: a, gpu: H100, nvlink_gpus: 7}": "nvlink_gpus: got 7; valid: at least the 8 GPUs of a node",
     "hardware={name: a, gpu: a, capability: 90}": "capability: got 90; valid: less than 30",
-    'hardware={name: a, gpu: "\\e[31m"}': "hardware.gpu: got '\\x1b[31m'; valid: printable text",
+    'hardware={name: a, gpu: "\\e[31m"}': "U+001B among them",
     "hardware=8": "hardware: got 8; valid: a name",
     "stepz=3": "unknown field 'stepz'; did you mean 'steps'?",
 }

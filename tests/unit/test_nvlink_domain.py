@@ -135,7 +135,7 @@ def test_plan_and_projection_take_it_and_a_run_does_not(tmp_path: Path, capsys: 
     told = json.loads(capsys.readouterr().out)
     assert (told["hardware"], told["tps"]) == ("mine", pytest.approx(project(PUBLISHED).tps))
     assert cli.main(["run", str(file)]) == 3
-    assert "hardware is mine: `moelab run` trains on this machine only" in capsys.readouterr().err
+    assert "hardware is mine, whose GPU is GB200: `moelab run` trains on this machine only" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -316,8 +317,9 @@ def test_arms_that_log_other_steps_are_judged_on_those_that_both_have(
     study = make(tmp_path, arm_ends={seed: end + by + SHIFT[seed] * (not by) for seed, end in ENDS.items()})
     for run in find(study):
         if run.arm.startswith(seldom):
-            lines = run.log.read_text().splitlines(keepends=True)
-            run.log.write_text("".join(line for line in lines if int(line.split("step:")[1].split()[0]) % 10 == 0))
+            metrics = run.path / "metrics.jsonl"
+            lines = metrics.read_text().splitlines(keepends=True)
+            metrics.write_text("".join(line for line in lines if json.loads(line)["step"] % 10 == 0))
     report = judged(study)
     assert re.match(words, report.summary["Same loss?"])
     assert ([one.steps for one in report.verdicts], "in the loss of step 100" in report.as_text()) == (
