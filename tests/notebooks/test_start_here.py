@@ -11,8 +11,6 @@ import pytest
 from notebook_support import ROOT, Ran
 
 from moelab.health.doctor import examine
-from moelab.machine import GpuInfo
-from moelab.notebooks import StartParameters, parameters
 from moelab.notebooks.map import MINUTES_AND_HARDWARE, markdown_table
 from moelab.runs.collect import collect
 from moelab.runs.table import joined_rows
@@ -42,16 +40,6 @@ def test_it_trains_both_arms_here(by_nbmake: Callable[[str], Ran]) -> None:
 
 def test_the_readme_has_the_same_map() -> None:
     assert markdown_table("notebooks/") in (FOLDER.parent / "README.md").read_text()
-
-
-@pytest.mark.parametrize(("found", "given", "ranks"), [(0, 0, 2), (1, 0, 1), (8, 0, 2), (8, 4, 4)])
-def test_it_takes_two_ranks_where_there_are_two(
-    found: int, given: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = GpuInfo(name="NVIDIA B200", capability=10.0, driver="580", memory_mib=183_359)
-    monkeypatch.setattr(parameters, "gpus", lambda: (gpu,) * found)
-    study = StartParameters(study="start", runs_dir="runs", ranks=given, steps=4).to_study()
-    assert {(one.gpus_per_node, one.ep) for one in study.experiments} == {(ranks, ranks)}
 
 
 def test_the_map_has_every_notebook_with_its_own_minutes() -> None:

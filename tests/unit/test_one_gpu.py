@@ -174,6 +174,7 @@ def test_the_profile_of_a_cpu_trains_beside_one_gpu_too(machine: Machine, name: 
         ("09_launch_and_watch_run", {"tp": 2, "pp": 2}, "4 processes on a CPU, because it takes 4 ranks"),
         ("09_launch_and_watch_run", {"ep_backend": "deepep"}, "2 processes on a CPU, because it takes 2 ranks"),
         ("06_compare_convergence", {"hardware": "cpu"}, "2 processes on a CPU"),
+        ("00_start_here", {"ranks": 1}, "1 GPU"),
         ("07_compare_throughput", {"ranks": 2}, "2 GPUs"),  # asked for, and refused when it would train
     ],
 )
