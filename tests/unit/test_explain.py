@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -383,6 +384,14 @@ def test_a_damaged_event_does_not_hide_the_others(tmp_path: Path) -> None:
     trace = read_trace(tmp_path / "trace.json")
     assert len(trace.events) == 4
     assert trace.notes[0] == "trace.json is damaged: it ends after 5 events, and what followed is missing"
+
+
+def test_a_pipe_among_the_traces_of_a_folder_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank1_trace.json")
+    write(tmp_path / "rank0_trace.json", [kernel(GEMM, 0, 10)])
+    found = explain([tmp_path])
+    assert found.rank == 0
+    assert any("rank1_trace.json cannot be read: it is not a regular file" in note for note in found.notes)
 
 
 def test_other_forms_of_the_same_trace(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import re
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moelab.errors import BadInput
+from moelab.files import open_regular
 
 Rows = npt.NDArray[Any]
 """A structured array: a row for each event."""
@@ -211,21 +213,20 @@ class _MendedFile:
         return _ESCAPE.sub(lambda match: match[0] if match[1] else rb"\\", whole) if b"\\" in whole else whole
 
 
-def _open(path: Path) -> BinaryIO:
-    with path.open("rb") as file:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, unpacked if it is compressed."""
+    with open_regular(path) as file:
         begin = file.read(3)
-    if begin.startswith(b"\x1f\x8b"):
-        return cast(BinaryIO, gzip.open(path))
-    file = path.open("rb")
-    file.seek(3 if begin == b"\xef\xbb\xbf" else 0)  # a byte order mark is no JSON
-    return file
+        file.seek(3 if begin == b"\xef\xbb\xbf" else 0)  # a byte order mark is no JSON
+        yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if begin.startswith(b"\x1f\x8b") else file
 
 
 def _header(path: Path) -> tuple[str, dict[str, Any]]:
     """Where the events are, as ijson names it, and what stands before them: the device and the rank."""
     header: dict[str, Any] = {}
     builder, key = ijson.ObjectBuilder(), ""
-    with _open(path) as file:
+    with _opened(path) as file:
         for prefix, event, value in ijson.parse(_MendedFile(file), use_float=True, buf_size=CHUNK):
             if not prefix and event == "start_array":
                 return "item", {}
@@ -241,7 +242,7 @@ def _header(path: Path) -> tuple[str, dict[str, Any]]:
 
 def _events(path: Path, place: str, columns: _Columns) -> str:
     """Take all events; returns what is wrong with the file's end, or nothing."""
-    with _open(path) as file:
+    with _opened(path) as file:
         text = _MendedFile(file)
         try:
             for event in ijson.items(text, place, use_float=True, buf_size=CHUNK):
@@ -262,6 +263,8 @@ def read_trace(path: Path) -> Trace:
     try:
         place, header = _header(path)
         broken = _events(path, place, columns)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}; {RECORD}") from error
     except (ijson.JSONError, ValueError, RecursionError) as error:
         raise _no_trace(path, "is not JSON") from error
     if not columns.gpu.columns["start"] and not columns.op.columns["start"]:
