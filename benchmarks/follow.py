@@ -1,6 +1,7 @@
 """Measure what watching costs: CPU seconds of the follower, of the terminal view and of the widget per second.
 
-A process of its own writes the log of 256 ranks, a step a second, behind a part that is there from the start:
+A process of its own writes the metrics of a run and the log of its 256 ranks, a step a second, behind a part that is
+there from the start:
 
     python benchmarks/follow.py
     python benchmarks/follow.py --seconds 10 --output /tmp/follow.json
@@ -32,6 +33,7 @@ from moelab.experiment import Experiment
 from moelab.launch.status import follow
 from moelab.runs import directory
 from moelab.runs.follow import StudyFollower
+from moelab.runs.metrics import FILE, MetricsWriter
 from moelab.runs.status import State, Status
 
 RANKS = 256
@@ -58,16 +60,29 @@ def step_lines(step: int, now: datetime) -> str:
     for rank in range(RANKS):
         stamp = now + timedelta(milliseconds=rank % 7)
         head = LINE.format(rank=rank, stamp=f"{stamp:%Y-%m-%d %H:%M:%S},{stamp.microsecond // 1000:03}")
-        lines.append(head + STEP.format(step=step, loss=12 - step * 1e-3 if rank >= RANKS - 32 else -32.0))
+        lines.append(head + STEP.format(step=step, loss=loss_of(step) if rank >= RANKS - 32 else -32.0))
     return "".join([*lines, head + OTHER])
 
 
-def write(log: Path, first: int, seconds: float) -> None:
+def loss_of(step: int) -> float:
+    """The loss at a step."""
+    return 12 - step * 1e-3
+
+
+def add_step(metrics: MetricsWriter, step: int, now: datetime) -> None:
+    """What the rank that has the loss keeps of a step."""
+    metrics.add_step(step, loss=loss_of(step), grad_norm=0.2, tps=900.0, memory_gib=150.0, time=now.timestamp())
+
+
+def write(run: directory.RunDir, first: int, seconds: float) -> None:
     """Append a step a second."""
-    with log.open("a", encoding="utf-8") as file:
+    metrics = MetricsWriter(run.path)
+    with run.log.open("a", encoding="utf-8") as file:
         for step in range(first, first + int(seconds)):
-            file.write(step_lines(step, datetime.now()))
+            now = datetime.now()
+            file.write(step_lines(step, now))
             file.flush()
+            add_step(metrics, step, now)
             time.sleep(1)
 
 
@@ -77,8 +92,11 @@ def make_run(runs: Path) -> directory.RunDir:
     run = directory.create(runs, Experiment(name="watched", precision="mxfp8", ep_backend="deepep", **shape))
     run.set_status(Status(state=State.RUNNING, attempts=1))
     start = datetime.now() - timedelta(seconds=EARLIER_STEPS)
-    lines = (step_lines(step, start + timedelta(seconds=step)) for step in range(1, EARLIER_STEPS + 1))
-    run.log.write_text("".join(lines), encoding="utf-8")
+    times = {step: start + timedelta(seconds=step) for step in range(1, EARLIER_STEPS + 1)}
+    run.log.write_text("".join(step_lines(step, now) for step, now in times.items()), encoding="utf-8")
+    metrics = MetricsWriter(run.path)
+    for step, now in times.items():
+        add_step(metrics, step, now)
     return run
 
 
@@ -93,7 +111,7 @@ def poll(folder: Path, seconds: float) -> dict[str, Any]:
     follower = StudyFollower(folder)
     follower.poll()
     rebuilt = shares(time.process_time() - cpu, time.perf_counter() - start)
-    size = follower.runs[0].run.log.stat().st_size
+    size = (follower.runs[0].run.path / FILE).stat().st_size
     start, cpu = time.perf_counter(), time.process_time()
     while time.perf_counter() - start < seconds:
         follower.poll()
@@ -158,16 +176,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "follow.json")
-    parser.add_argument("--write", nargs=2, metavar=("LOG", "STEP"), help="be the writer")
+    parser.add_argument("--write", nargs=2, metavar=("RUN", "STEP"), help="be the writer")
     arguments = parser.parse_args()
     if arguments.write:
-        write(Path(arguments.write[0]), int(arguments.write[1]), 3 * arguments.seconds)
+        write(directory.RunDir(Path(arguments.write[0])), int(arguments.write[1]), 3 * arguments.seconds)
         return
     load, results = os.getloadavg()[0], {}
     for name, measure in {"follower": poll, "terminal": terminal, "widget": widget}.items():
         with tempfile.TemporaryDirectory() as folder:
             run = make_run(Path(folder))
-            command = [sys.executable, __file__, "--seconds", str(arguments.seconds), "--write", str(run.log)]
+            command = [sys.executable, __file__, "--seconds", str(arguments.seconds), "--write", str(run.path)]
             writer = subprocess.Popen([*command, str(EARLIER_STEPS + 1)])
             try:
                 results[name] = measure(Path(folder), arguments.seconds)
@@ -177,7 +195,8 @@ def main() -> None:
         print(name, results[name], file=sys.stderr)
     report = {
         "label": "measured",
-        "what": f"watching one run of {RANKS} ranks that each print a step line a second into one log, on a CPU; "
+        "what": f"watching one run of {RANKS} ranks that each print a step line a second into one log, beside the "
+        "run's metrics, on a CPU; "
         "a share is CPU seconds of the watching process by wall seconds; the browser is not counted",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "python": platform.python_version(),
