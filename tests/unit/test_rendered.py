@@ -57,6 +57,23 @@ def test_there_is_nothing_else_and_the_pictures_of_the_readme_are_those_of_the_c
     for name, (notebook, number) in render.PICTURES.items():
         picture = (ROOT / "rendered" / "pictures" / f"{name}.png").read_bytes()
         assert picture == render.pictures_of(ROOT / "rendered" / f"{notebook}.ipynb")[number - 1], REMAKE
+        assert OF_PICTURES[name] in titles_of(ROOT / "rendered" / f"{notebook}.ipynb")[number - 1]
+
+
+OF_PICTURES = {
+    "where_the_step_goes": "MXFP8 + DeepEP saves",
+    "measured_arms": "times as fast as stock",
+    "break_even": "saves time only above the bold line",
+    "forced_balance": "times fewer copies on the network",
+    "loss_difference": "nats from BF16",
+}
+"""What README says beside each picture, in the words of the figure: a copy may get or lose a figure before it."""
+
+
+def titles_of(copy: Path) -> list[str]:
+    """Titles of a copy's figures, in the order of its pictures."""
+    outputs = [output for cell in nbformat.read(copy, as_version=4).cells for output in cell.get("outputs", [])]
+    return [output.data["text/plain"] for output in outputs if "image/png" in output.get("data", {})]
 
 
 def clone(folder: Path, *cells: Any) -> Path:

@@ -96,6 +96,9 @@ if sys.argv[2] == "moelab":
     assert ("image/png" in shown) == (sys.argv[3] == "png"), list(shown)
     assert "application/vnd.plotly.v1+json" in shown
     assert base64.b64decode(shown.get("image/png", "iVBORw==")).startswith(b"\\x89PNG")
+from moelab.viz.widget import as_picture
+beside = as_picture(theme.new_figure("A", subtitle="B"))
+assert ("image/png" in beside) == (sys.argv[3] == "png"), list(beside)
 """
 
 

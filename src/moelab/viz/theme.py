@@ -259,6 +259,11 @@ def use_in_notebooks() -> None:
         pio.renderers.default = "moelab"
 
 
+def keeps_pictures() -> bool:
+    """Whether plotly's renderer keeps a picture beside each figure: the package's own does where one can be drawn."""
+    return "png" in str(pio.renderers.default) or (pio.renderers.default == "moelab" and can_draw_png())
+
+
 FIRST_PICTURE_S = 60.0
 
 

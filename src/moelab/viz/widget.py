@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import plotly.graph_objects as go
-import plotly.io as pio
 from plotly.offline import get_plotlyjs
 
 from moelab.errors import BadInput, Refused
-from moelab.viz.theme import DARK, NARROW, WARNING, in_words
+from moelab.viz.theme import DARK, NARROW, WARNING, in_words, keeps_pictures
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -237,7 +236,7 @@ class Explorer:
 def as_picture(figure: go.Figure) -> dict[str, str]:
     """What a widget's output holds beside it, by MIME type: a figure's title, and its PNG where that can be drawn."""
     bundle = {"text/plain": in_words(figure.layout.title.text)}
-    if "png" in str(pio.renderers.default):
+    if keeps_pictures():
         bundle["image/png"] = base64.b64encode(figure.to_image("png")).decode()
     return bundle
 
