@@ -13,13 +13,13 @@ import pytest
 import torch
 from notebook_support import parameters_of, sources
 
+from moelab import report
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.health.doctor import examine
 from moelab.micro.numerics import GroupedGemm, compare_products, synthetic
 from moelab.planning.gemm_fit import fit_b200
 from moelab.planning.tables import projected_two_by_two
 from moelab.planning.time.routing import RoutingModel
-from moelab.study_report import judge_paths
 from moelab.traces.against import packaged_steps
 
 ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -116,7 +116,7 @@ MADE_BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
     "02_find_grouped_gemm_break_even": lambda: {"b200": fit_b200()},
     "03_route_tokens": lambda: {"forced": RoutingModel(kind="round_robin")},
     "08_project_to_cluster": of_projection,
-    "10_report_study": lambda: {"pair": judge_paths(EXAMPLE_LOGS)},
+    "10_report_study": lambda: {"pair": report(*EXAMPLE_LOGS)},
     "11_explain_step": lambda: {"steps": {name: step for name, (step, _) in packaged_steps().items()}},
 }
 """What a notebook's other cells make that its exercises take, beside what they import."""

@@ -50,7 +50,7 @@ def test_the_published_step_is_as_described() -> None:
     assert exchange.low > max(one.high for part, one in baseline.items() if part != "all-to-all")
     assert 4.5 < baseline["imbalance and stragglers"].low < baseline["imbalance and stragglers"].high < 50
     products = sum(parts["bf16_standard"][part] for part in ("expert GEMMs", "other GEMMs", "attention"))
-    assert products / 201 == pytest.approx(0.35, abs=0.03)
+    assert 1 / 4 < products / 201 < 1 / 3
     assert parts["bf16_deepep"]["all-to-all"] / exchange.value == pytest.approx(0.5, abs=0.1)
     perfect = 1 / (1 - exchange.value / sum(parts["bf16_standard"].values()))
     assert perfect == pytest.approx(1.88, abs=0.03)
