@@ -3,6 +3,7 @@
 #   make test       every test
 #   make lab        JupyterLab on the notebooks
 #   make site       executed notebooks, README and guides as a web site in a folder: build/site/html/index.html
+#   make dist       the sdist, and the wheel from it, in a folder: dist
 #   make upgrade    the newest versions that pyproject.toml allows, into constraints.txt; then run the tests
 #   make rendered   executed copies of all notebooks, before a release, for readers without Jupyter; needs a Chromium;
 #                   12 minutes, of which 06 trains for 7; what it finished stays in runs/ and is not trained again
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 NOTEBOOK := 06_compare_convergence
 WORKERS ?= 2
 
-.PHONY: demo test lab site rendered lint upgrade clean
+.PHONY: demo test lab site rendered lint dist upgrade clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-core
@@ -38,14 +39,22 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# What is published is built by packages with hashes alone, in an environment that has nothing else.
+dist:
+	$(PYTHON) -m venv --clear build/dist
+	sed '/^# core/,$$d' constraints.txt > build/dist/build.txt
+	build/dist/bin/python -m pip install --quiet --require-hashes --requirement build/dist/build.txt
+	build/dist/bin/python -m build --no-isolation
+
 # uv resolves for every Python and platform at once. A part leaves out what those before it install everywhere.
 NEW = $(VENV)/constraints.txt
 resolve = $(BIN)/uv pip compile pyproject.toml --quiet --no-header --no-annotate --universal --python-version 3.11 --generate-hashes
 rest = $(resolve) --constraint $(NEW) $$(sed -nE 's/^([a-z0-9-]+)==[^ ]+ .$$/--no-emit-package \1/p' $(NEW))
 upgrade: $(BIN)/python
 	$(BIN)/python -m pip install --quiet 'uv>=0.9,<1'
-	sed '/^# core/,$$d' constraints.txt > $(NEW)
-	{ echo '# core' && $(resolve); } >> $(NEW)
+	sed '/^# build/,$$d' constraints.txt > $(NEW)
+	{ echo '# build' && $(resolve) --group build; } >> $(NEW)
+	{ echo '# core' && $(rest); } >> $(NEW)
 	{ echo '# lab' && $(rest) --extra lab; } >> $(NEW)
 	{ echo '# dev' && $(rest) --extra lab --extra dev; } >> $(NEW)
 	{ echo '# site' && $(rest) --extra lab --extra dev --extra site; } >> $(NEW)
@@ -63,7 +72,7 @@ $(BIN)/python:
 define install_before
 	sed '/^. $(1)$$/,$$d' constraints.txt > $@.txt
 	$(BIN)/python -m pip install --quiet --require-hashes --requirement $@.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 endef
 

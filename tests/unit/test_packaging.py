@@ -81,14 +81,14 @@ def needed(requirements: list[str]) -> set[str]:
 
 
 def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
-    """pip installs what comes before `# lab` for the core, and before `# dev` for lab: nothing but what has a hash."""
+    """pip installs what comes before `# core` to build, before `# lab` for the core, and so on: all has a hash."""
     text = (ROOT / "constraints.txt").read_text()
     digest = r"    --hash=sha256:[0-9a-f]{64}"
     line = rf"#.*|([a-z0-9-]+==\S+( ; [^\\\n]+)?) \\(\n{digest} \\)*\n{digest}"
     assert re.fullmatch(rf"(({line})\n)+", text)  # and no address of an index
-    wanted = list(CORE)
-    for last, following in (("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "# site\n")):
-        wanted += EXTRAS.get(last, [])
+    wanted = [*PROJECT["dependency-groups"]["build"], *PROJECT["build-system"]["requires"]]
+    for last, following in (("build", "# core\n"), ("core", "# lab\n"), ("lab", "# dev\n"), ("dev", "# site\n")):
+        wanted += CORE if last == "core" else EXTRAS.get(last, [])
         part = re.split(rf"^{following}", text, flags=re.M)[0]
         locked = [Requirement(found[1]) for found in re.finditer(line, part) if found[1]]
         here = {one.name: one.specifier for one in locked if one.marker is None or one.marker.evaluate()}
@@ -96,6 +96,29 @@ def test_each_part_of_the_constraints_has_all_that_its_set_needs() -> None:
         for pin in map(Requirement, wanted):
             (version,) = here[canonicalize_name(pin.name)]
             assert pin.specifier.contains(version.version), f"{pin}: run `make upgrade`"
+
+
+def test_what_workflows_run_is_pinned_by_hash_and_what_is_published_meets_nothing_else() -> None:
+    jobs: dict[str, list[dict[str, str]]] = {}
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        text = file.read_text()
+        for action in re.findall(r"uses: (.*)", text):
+            assert re.fullmatch(r"\./\.github/workflows/\w+\.yml|[\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+.*", action), (
+                action
+            )
+        for line in text.splitlines():
+            if re.search(r"\bpipx?\b.* (install|run)\b", line):
+                assert "--require-hashes" in line or "dist/*.whl" in line, line
+        for name, job in yaml.safe_load(text)["jobs"].items():
+            jobs[f"{file.stem}.{name}"] = job.get("steps", [])
+            trusted = "id-token" in (job.get("permissions") or {})
+            commands = [step["run"] for step in job.get("steps", []) if "run" in step]
+            assert not trusted or all(one.startswith("ls ") for one in commands), name
+    package = [step["run"] for step in jobs["build.package"] if "run" in step]
+    assert package == ["make dist"]
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [one["repo"] for one in hooks] == ["local"]
+    assert all(hook["entry"].startswith(".venv/bin/") for one in hooks for hook in one["hooks"])
 
 
 def build(source: Path, folder: Path, *what: str) -> Path:
