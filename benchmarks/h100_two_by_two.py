@@ -54,9 +54,9 @@ from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
 
-from moelab.analysis.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
 from moelab.experiment import Experiment
 from moelab.files import write_json
+from moelab.judge.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
 from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, gpus
 from moelab.planning.measured import DRY_RUN

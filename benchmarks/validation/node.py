@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from moelab.analysis.two_by_two import ArmResult, arm_results
 from moelab.data import read_json
 from moelab.errors import BadInput
+from moelab.judge.two_by_two import ArmResult, arm_results
 from moelab.planning.measured import Measurement
 
 GPU_PROFILES = {"NVIDIA H100 80GB HBM3": "h100_node", "NVIDIA H200": "h200_node"}

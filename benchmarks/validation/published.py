@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
+from moelab.judge.published import THROUGHPUT
 from moelab.layout import check
 from moelab.planning.time.calibration import CALIBRATION, Calibration, with_values
 from moelab.planning.time.job import MODEL_OF_ROUTING, Job, job_of, titan

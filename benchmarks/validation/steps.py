@@ -29,10 +29,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moelab.analysis.two_by_two import CODE, arm_results, checkpointing_words
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides
 from moelab.hardware import cluster_of
+from moelab.judge.two_by_two import CODE, arm_results, checkpointing_words
 from moelab.layout import check
 from moelab.layout.sharding import StageModules
 from moelab.model import SHAPES, ModelShape

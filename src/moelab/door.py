@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
 
+    from moelab.judge.report import Report
     from moelab.launch.local import StudyRun
     from moelab.launch.submit import Submission
     from moelab.model.hugging_face import HuggingFaceModel
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from moelab.runs.collect import Collected
     from moelab.runs.directory import Discovery, RunDir
     from moelab.runs.status import Status
-    from moelab.study_report import Report
     from moelab.traces.against import Comparison
     from moelab.traces.explanation import Explanation
     from moelab.viz.live import LiveView
@@ -1359,7 +1359,7 @@ class Reported(Answer):
             path: file to write; :attr:`usual_page` if it is not given.
             with_paths: keep folder, host and user names.
         """
-        from moelab.study_report import write_study_report
+        from moelab.viz.report import write_study_report
 
         return write_study_report(self.judged, Path(path or self.usual_page), with_paths=with_paths)
 
@@ -1373,25 +1373,25 @@ class Reported(Answer):
 
     def loss_figure(self) -> go.Figure:
         """Training loss of every arm, or of runs side by side."""
-        from moelab.study_report import loss_figure
+        from moelab.viz.report import loss_figure
 
         return loss_figure(self.judged)
 
     def throughput_figure(self) -> go.Figure:
         """Tokens per second of every arm with the gains that are claimed, or of runs side by side."""
-        from moelab.study_report import throughput_figure
+        from moelab.viz.report import throughput_figure
 
         return throughput_figure(self.judged)
 
     def figures(self) -> dict[str, go.Figure]:
         """Every figure of the report by its caption."""
-        from moelab.study_report import report_figures
+        from moelab.viz.report import report_figures
 
         return {one.caption: one.figure for one in report_figures(self.judged)}
 
     def tables(self) -> list[TableView]:
         """Every table of the report."""
-        from moelab.study_report import report_tables
+        from moelab.viz.report import report_tables
 
         return [one.in_notebook() for one in report_tables(self.judged)]
 
@@ -1429,9 +1429,11 @@ def report(
         BadInput: if a source cannot be read, or there is no such arm.
         NothingToJudge: if no run of a study finished.
     """
-    from moelab.study_report import judge_paths, judge_study
+    from moelab.judge.report import judge_paths, judge_study
+    from moelab.traces.explanation import explain as explain_traces
 
     options = {
+        "explain": explain_traces,
         "final_fraction": final_fraction,
         "margin_nats": margin,
         "margin_cap_nats": margin_cap,

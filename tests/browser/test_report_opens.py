@@ -13,8 +13,9 @@ from run_support import STEPS, curve, make_run, make_study
 
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
+from moelab.judge.report import judge_paths, judge_study
 from moelab.runs.status import State
-from moelab.study_report import judge_paths, judge_study, write_study_report
+from moelab.viz.report import write_study_report
 from moelab.viz.table import MOST_ROWS, as_table
 
 

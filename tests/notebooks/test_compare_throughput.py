@@ -11,10 +11,10 @@ import nbformat
 import pytest
 from notebook_support import ROOT, Ran, parameters_of, ran, sbatch_that_tells
 
-from moelab.analysis.published import THROUGHPUT
-from moelab.analysis.two_by_two import arm_results
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Precision
+from moelab.judge.published import THROUGHPUT
+from moelab.judge.two_by_two import arm_results
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import execute, read_parameters

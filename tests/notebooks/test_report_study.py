@@ -9,8 +9,9 @@ import pytest
 from notebook_support import PLOTLY, Ran
 
 from moelab.data.example_logs import EXAMPLE_LOGS
+from moelab.judge.report import judge_paths
 from moelab.model import flops_per_token, shape_of
-from moelab.study_report import judge_paths, report_figures
+from moelab.viz.report import report_figures
 
 NAME = "10_report_study"
 

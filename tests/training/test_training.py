@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from training_support import SHARED, Trained, launch, moelab_run, ranks_of, steps_logged, wait_for, write_study
 
+from moelab.judge.report import judge_study
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import find
 from moelab.runs.expert_load import FILE, expert_load
@@ -27,7 +28,6 @@ from moelab.runs.log import read_log
 from moelab.runs.status import State
 from moelab.runs.table import COLUMNS
 from moelab.runs.tensorboard import read_tensorboard
-from moelab.study_report import judge_study
 
 pytestmark = pytest.mark.training
 BF16, MXFP8, LINEARS = "bf16_standard", "mxfp8_standard", "mxfp8_standard_linears_wgrad-bf16"

@@ -47,7 +47,7 @@ LIGHT = "import moelab.planning.project, moelab.planning.advice, moelab.titan.ve
          "torch torchtitan torchao plotly pandas numpy scipy papermill yaml pydantic"),
         (MAIN.format(["doctor"]), "torch torchtitan torchao plotly"),
         (MAIN.format(["run", "/no/such"]), "torch torchtitan torchao plotly"),
-        ("import moelab.analysis, moelab.runs, moelab.study_report", "torch tensorboard plotly"),
+        ("import moelab.judge.report, moelab.runs", "torch tensorboard plotly"),
         (LIGHT, "torch torchtitan plotly pandas detect_secrets"),
         (MAIN.format(["plan", PUBLISHED]), "torch pandas numpy plotly torchtitan"),
         (MAIN.format(["plan", PUBLISHED, "--search", "--arm", "bf16_deepep", "--set", "pp=2"]),

@@ -19,18 +19,19 @@ from figure_support import shown_page, title
 from run_support import ENDS, curve, make_run, make_study, train
 from stand_in import step_line, titan_line, validation_line
 
-from moelab.analysis.arms import arm_label
-from moelab.analysis.compare_runs import difference_curve
-from moelab.analysis.side import speed_ratio
-from moelab.analysis.verdict import Answer
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
+from moelab.judge.arms import arm_label
+from moelab.judge.compare_runs import difference_curve
+from moelab.judge.report import Report, judge_paths
+from moelab.judge.side import speed_ratio
+from moelab.judge.verdict import Answer
 from moelab.model import count_parameters, flops_per_token, shape_of
 from moelab.runs.log import read_log
 from moelab.runs.settings import launch_settings, settings_of
 from moelab.runs.status import State
-from moelab.study_report import Report, judge_paths, provenance, report_figures, report_tables, write_study_report
+from moelab.viz.report import provenance, report_figures, report_tables, write_study_report
 
 BF16, MXFP8 = "BF16 + standard all-to-all", "MXFP8 + standard all-to-all"
 LOSS = "loss_metrics/global_avg_loss"

@@ -13,9 +13,10 @@ import pytest
 from scipy import stats
 from statsmodels.stats.weightstats import ttost_paired
 
-from moelab.analysis import verdict as verdicts
-from moelab.analysis.convergence import compare_convergence, final_losses
-from moelab.analysis.equivalence import (
+from moelab.errors import BadInput
+from moelab.judge import verdict as verdicts
+from moelab.judge.convergence import compare_convergence, final_losses
+from moelab.judge.equivalence import (
     COPIES_SPREAD,
     MARGIN_FLOOR,
     Margin,
@@ -28,8 +29,7 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.analysis.verdict import Answer, ArmSeeds, Doubtful, Verdict, correct_for_arms
-from moelab.errors import BadInput
+from moelab.judge.verdict import Answer, ArmSeeds, Doubtful, Verdict, correct_for_arms
 
 ALPHA = 0.05
 FACTOR = 2.0

@@ -16,11 +16,13 @@ from run_support import ENVIRONMENT, train
 
 from moelab.cli import main
 from moelab.experiment import Experiment
+from moelab.judge.report import judge_study
 from moelab.machine import environment
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.side_files import Environment, read_side_files
-from moelab.study_report import judge_study, page, provenance
+from moelab.viz import report as page
+from moelab.viz.report import provenance
 
 SOUND = (0, 1, 2)
 

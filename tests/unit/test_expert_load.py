@@ -18,6 +18,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.hardware import cluster_of
+from moelab.judge.report import judge_study
 from moelab.layout import check
 from moelab.planning.memory.measured import measured_constants
 from moelab.planning.time.job import job_of
@@ -25,7 +26,7 @@ from moelab.planning.time.routing import draw_expert_ids, expected_destinations
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE, ExpertLoad, ExpertLoadFile, expert_load
-from moelab.study_report import judge_study, write_study_report
+from moelab.viz.report import write_study_report
 from moelab.viz.study import expert_load_figure
 
 UNEVEN = np.array([[4, 4, 4, 4], [10, 2, 4, 0]])

@@ -15,8 +15,8 @@ from validation.node import EP_DEGREES, SCALING, Place, hardware_of, load_predic
 from validation.shapes import NODE_SHAPES, SHAPES, SMALL, thin_job
 from validation.table import full_node_rows
 
-from moelab.analysis.two_by_two import arm_results
 from moelab.errors import BadInput
+from moelab.judge.two_by_two import arm_results
 from moelab.planning.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.step import tps_of

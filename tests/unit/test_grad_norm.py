@@ -16,11 +16,12 @@ from stand_in import step_line
 from torch.utils.tensorboard import SummaryWriter
 
 from moelab.cli import main
+from moelab.judge.report import judge_paths
 from moelab.runs.collect import collect, collect_run
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import StudyFollower
 from moelab.runs.status import State
-from moelab.study_report import judge_paths, report_figures
+from moelab.viz.report import report_figures
 
 NAN, INF = math.nan, math.inf
 LATER_S = 1000.0

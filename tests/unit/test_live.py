@@ -21,8 +21,8 @@ import pytest
 from figure_support import assert_says, notes, title
 from run_support import make_run
 
-from moelab.analysis.published import THROUGHPUT
 from moelab.experiment import Experiment
+from moelab.judge.published import THROUGHPUT
 from moelab.launch.slurm import SlurmError
 from moelab.planning.plan import plan
 from moelab.runs import directory

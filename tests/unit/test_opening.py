@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 from run_support import train
 
-from moelab.analysis.verdict import Answer
+from moelab.judge.report import Report, judge_paths
+from moelab.judge.verdict import Answer
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State
-from moelab.study_report import Report, judge_paths
 
 Array = NDArray[np.float64]
 STEPS = 100

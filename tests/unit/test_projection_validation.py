@@ -40,9 +40,9 @@ from validation.table import (
     table_file,
 )
 
-from moelab.analysis.published import THROUGHPUT
-from moelab.analysis.two_by_two import CODE, STOCK_CHECKPOINTING, arm_results
 from moelab.experiment import Precision, Routing
+from moelab.judge.published import THROUGHPUT
+from moelab.judge.two_by_two import CODE, STOCK_CHECKPOINTING, arm_results
 from moelab.model import shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.planning.tables import (

@@ -18,8 +18,8 @@ from validation.node import ROUTINGS, SCALING, node_results
 from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
 from validation.table import full_node_rows, with_errors
 
-from moelab.analysis.two_by_two import CODE, DEPTHS, STOCK, arm_results, checkpointing_pairs, goal_lines, layer_gains
 from moelab.hardware import cluster_of
+from moelab.judge.two_by_two import CODE, DEPTHS, STOCK, arm_results, checkpointing_pairs, goal_lines, layer_gains
 from moelab.layout import check
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate

@@ -25,6 +25,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
 from moelab.hardware import GPUS, Gpu
+from moelab.judge.report import judge_study
 from moelab.launch.capability import refusals_of
 from moelab.launch.cluster import read_cluster
 from moelab.launch.local import run_study
@@ -32,7 +33,6 @@ from moelab.launch.submit import dry_run, submit
 from moelab.launch.torchrun import command
 from moelab.layout import check, training_of
 from moelab.runs import directory
-from moelab.study_report import judge_study
 from moelab.titan import config_registry
 from moelab.titan.config_registry import EndValidator, assume_gpu, trainer_config
 

@@ -25,9 +25,11 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.files import write_json
+from moelab.judge.report import NothingToJudge, judge_study
 from moelab.runs.directory import find
 from moelab.runs.status import State
-from moelab.study_report import NothingToJudge, judge_study, provenance, report_figures, write_study_report
+from moelab.traces.explanation import explain
+from moelab.viz.report import provenance, report_figures, write_study_report
 
 FAILED = {"losses": [8.0], "state": State.FAILED, "reason": "rank 0: ValueError: x"}
 
@@ -241,13 +243,13 @@ def test_the_parts_of_a_traced_step_are_shown(study: Path) -> None:
     packaged = Path(data.__path__[0]) / "measured" / "trace_two_h200_full_standard.json.gz"
     shutil.copy(packaged, traced.path / "traces" / "rank0.json.gz")
     (damaged.path / "traces" / "rank0.json").write_text("no trace")
-    judged = judge_study(study)
+    judged = judge_study(study, explain=explain)
     bars = report_figures(judged)[before].figure
     assert [sum(bar.x[0] for bar in bars.data)] == pytest.approx([707.7], abs=0.5)
     assert len(bars.data[0].y) == 1
     (note,) = [note for note in judged.notes if "rank0.json" in note]
     assert ("rank0.json is not a Kineto trace" in note, str(study) in note) == (True, False)
-    assert "What a traced step is made of." in page_of(study)
+    assert "What a traced step is made of." in write_study_report(judged, study / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

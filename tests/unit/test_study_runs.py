@@ -23,13 +23,14 @@ from run_support import (
 )
 
 from moelab import experiment_file
-from moelab.analysis.verdict import Answer, Doubtful
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.errors import BadInput
 from moelab.experiment import NUMBERS_ONLY
 from moelab.files import write_json
+from moelab.judge.report import judge_paths, judge_study
+from moelab.judge.verdict import Answer, Doubtful
 from moelab.runs.status import State
-from moelab.study_report import judge_paths, judge_study, provenance, report_figures, report_tables
+from moelab.viz.report import provenance, report_figures, report_tables
 
 MXFP8 = "MXFP8 + standard all-to-all"
 H100 = [{"name": "NVIDIA H100", "capability": 9.0, "driver": "570.1", "memory_mib": 81559}] * 2

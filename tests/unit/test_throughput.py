@@ -7,10 +7,10 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from moelab.analysis.arms import arm_label, contrast
-from moelab.analysis.published import GAINS, THROUGHPUT, published_tps
-from moelab.analysis.throughput import arm_throughput, gain, interaction
 from moelab.errors import BadInput
+from moelab.judge.arms import arm_label, contrast
+from moelab.judge.published import GAINS, THROUGHPUT, published_tps
+from moelab.judge.throughput import arm_throughput, gain, interaction
 
 
 def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -> pd.DataFrame:

@@ -18,11 +18,11 @@ import torch
 from run_support import collect_and_save, make_run
 from torch.autograd.profiler import record_function
 
-from moelab.analysis.side import Side
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse
 from moelab.files import write_json
+from moelab.judge.side import Side
 from moelab.layout import check
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RECORDED_FOLDER

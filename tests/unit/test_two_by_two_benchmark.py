@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from validation.shapes import arm_of
 
-from moelab.analysis.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
+from moelab.judge.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
 
 BEST = "fp8_deepep_dispatch-fp8"
 DEEP = "671B, 10 MoE layers"

@@ -18,11 +18,11 @@ import pytest
 from figure_support import assert_says, notes, title, unpacked
 
 import moelab.viz
-from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses
-from moelab.analysis.curves import drawn_seeds, joined_lines
-from moelab.analysis.throughput import arm_throughput, gain
-from moelab.analysis.verdict import ArmSeeds, Verdict
 from moelab.errors import BadInput
+from moelab.judge.convergence import FinalLosses, compare_convergence, final_losses
+from moelab.judge.curves import drawn_seeds, joined_lines
+from moelab.judge.throughput import arm_throughput, gain
+from moelab.judge.verdict import ArmSeeds, Verdict
 from moelab.runs.table import metrics_table
 from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
 from moelab.viz.draw import panels

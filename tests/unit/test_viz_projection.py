@@ -11,8 +11,8 @@ from figure_support import assert_says, notes, title, traces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.analysis.published import GAINS, THROUGHPUT
-from moelab.analysis.throughput import interaction
+from moelab.judge.published import GAINS, THROUGHPUT
+from moelab.judge.throughput import interaction
 from moelab.planning.project import GROUPS, Cost, project
 from moelab.planning.tables import GAIN, Change, projected_two_by_two, row_table, validation_table
 from moelab.planning.trust import Estimate

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from figure_support import assert_says, notes, title, traces
 
-from moelab.analysis import two_by_two
-from moelab.analysis.two_by_two import arm_results, goal_lines
 from moelab.errors import BadInput
+from moelab.judge import two_by_two
+from moelab.judge.two_by_two import arm_results, goal_lines
 from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured

@@ -10,12 +10,13 @@ import pandas as pd
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
+from moelab.judge.report import NothingToJudge, Report, judge_study
 from moelab.launch.cluster import ClusterProfile
 from moelab.planning.project import foresee, project
 from moelab.planning.trust import Estimate
 from moelab.runs import directory
 from moelab.runs.status import State
-from moelab.study_report import NothingToJudge, Report, judge_study
+from moelab.traces.explanation import explain
 
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def bring_forward(
 def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> Report | None:
     """What the finished runs of a study say; None while there are none and one may still finish.
 
-    Exactly the study's experiments are judged, by further rules of :func:`~moelab.study_report.judge_study`; ``say``
+    Exactly the study's experiments are judged, by further rules of :func:`~moelab.judge.report.judge_study`; ``say``
     receives why there is nothing to judge.
 
     Raises:
@@ -93,7 +94,7 @@ def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rul
         say(f"no run of {study.name} yet: nothing of this machine to judge")
         return None
     try:
-        return judge_study(folder, study=study, reference=reference, **rules)
+        return judge_study(folder, study=study, reference=reference, explain=explain, **rules)
     except NothingToJudge as nothing:
         if all(run.status.state.is_final for run in directory.find(folder)):
             raise

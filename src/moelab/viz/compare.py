@@ -18,8 +18,8 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import ArrayLike
 
-from moelab.analysis.compare_runs import Difference, difference_curve, machine_differences, speed_differences
-from moelab.analysis.side import Side, median, speed_ratio
+from moelab.judge.compare_runs import Difference, difference_curve, machine_differences, speed_differences
+from moelab.judge.side import Side, median, speed_ratio
 from moelab.viz.draw import draw_band, draw_mean, list_rows, over_steps, panels
 from moelab.viz.study import thinning_words
 from moelab.viz.theme import INK, STUDY_ARMS, ArmStyle, arm_styles, new_figure, plot_text, span, wrap

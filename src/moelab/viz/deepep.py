@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import base_arm
-from moelab.analysis.two_by_two import (
+from moelab.judge.arms import base_arm
+from moelab.judge.two_by_two import (
     BASELINE,
     CODE,
     SHAPE_WORDS,

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import joined_lines, thinned, thinning
+from moelab.judge.arms import arm_label
+from moelab.judge.curves import joined_lines, thinned, thinning
 from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
 
 

@@ -35,12 +35,12 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import arm_label
-from moelab.analysis.curves import thinned
-from moelab.analysis.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
+from moelab.judge.arms import arm_label
+from moelab.judge.curves import thinned
+from moelab.judge.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.launch.status import refresh
 from moelab.privacy import without_secrets
 from moelab.runs import directory

@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import arm_label, contrast
 from moelab.experiment import Experiment
+from moelab.judge.arms import arm_label, contrast
 from moelab.layout import check
 from moelab.model.hugging_face import IN_MENUS, read_model
 from moelab.planning.memory import estimate

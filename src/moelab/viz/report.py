@@ -13,9 +13,12 @@ import base64
 import functools
 import json
 import math
+import shlex
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,22 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from moelab.analysis.arms import contrast
-from moelab.analysis.published import Label
-from moelab.analysis.verdict import Verdict
+import moelab
+from moelab.errors import BadInput
 from moelab.files import write_whole
+from moelab.judge.arms import arm_label, contrast
+from moelab.judge.compare_runs import differing_values, shared_values
+from moelab.judge.published import Label
+from moelab.judge.report import Report, span_of
+from moelab.judge.side import median, quartiles, speed_ratio
+from moelab.judge.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
+from moelab.runs.collect import WARMUP_STEPS
+from moelab.runs.settings import spread
+from moelab.runs.side_files import Environment as RunEnvironment
+from moelab.viz import compare
+from moelab.viz.explain import communication_bars, idle_bars, step_bars
+from moelab.viz.study import expert_load_figure, loss_curves, loss_difference, throughput_bars, verdict_intervals
 from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table, cell_text
 
 Cell = str | float | int | None
@@ -186,3 +200,383 @@ def _signed(value: float | None) -> str:
 
 def _p_value(value: float) -> str:
     return "–" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+
+
+SETTINGS_SHOWN = {
+    "model": "model",
+    "parameters": "parameters",
+    "gpu": "GPU",
+    "gpus": "GPUs per node",
+    "processor": "processor",
+    "nodes": "nodes",
+    "gpus_per_node": "ranks per node",
+    "dp_replicate": "DP replicas",
+    "dp_shard": "DP shards",
+    "tp": "TP",
+    "pp": "PP",
+    "cp": "CP",
+    "ep": "EP",
+    "ep_backend": "all-to-all",
+    "seq_len": "sequence length, tokens",
+    "local_batch": "local batch, sequences",
+    "global_batch": "global batch, sequences",
+    "steps": "steps",
+    "lr": "learning rate",
+    "warmup_steps": "warm-up, steps",
+    "precision": "precision",
+    "routing": "routing",
+    "activation_checkpoint": "activation checkpointing",
+    "compile": "compile",
+    "dataset": "data set",
+    "torch": "PyTorch",
+    "torchtitan": "TorchTitan",
+    "torchao": "torchao",
+}
+"""Settings in words; the page shows these also where they are the same, and all that differ."""
+VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia-nccl-cu13", "driver")
+
+
+def report_figures(judged: Report) -> list[Figure]:
+    """The figures of a report with their captions."""
+    drawn = [*_loss_figures(judged), *_speed_figures(judged), *_training_figures(judged), *_traced_figures(judged)]
+    return [Figure(caption=caption, figure=figure) for caption, figure in drawn]
+
+
+def report_tables(judged: Report) -> list[Table]:
+    """The tables of a report."""
+    return list(_side_tables(judged) if judged.study is None else _study_tables(judged))
+
+
+def settings_table(judged: Report) -> Table | None:
+    """What differs between the configurations, a column for each side; None of one side alone."""
+    if not judged.others:
+        return None
+    labels = [side.label for side in judged.sides]
+    differing = differing_values(judged.sides).items()
+    rows = [[SETTINGS_SHOWN.get(name, name), *(value or "–" for value in values)] for name, values in differing]
+    return Table(
+        title="What differs between the configurations, as far as they are known",
+        label=None,
+        columns=["setting", *labels],
+        rows=rows or [["nothing known", *("–" for _ in labels)]],
+    )
+
+
+def same_settings(judged: Report) -> str:
+    """The settings that a reader looks for and that all sides share, on one line."""
+    same = shared_values(judged.sides)
+    return " · ".join(f"{words} {same[name]}" for name, words in SETTINGS_SHOWN.items() if name in same)
+
+
+def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
+    """What was run, where and with what; each line of several runs says how many have which where they are not alike.
+
+    Args:
+        judged: the report.
+        with_paths: name the folders of the machine that ran it too.
+    """
+    shown = str if with_paths else _portable  # a page goes to other people
+    # Of `.` too, which has no name of its own; a link keeps the name that was typed.
+    paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
+    same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
+    side_by_side = judged.study is None
+    return {
+        "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
+        "Command": shlex.join(["moelab", "report", *paths]),
+        **_machines(judged),
+        **({f"Configuration, {side.label}": side.settings.source for side in judged.sides} if side_by_side else {}),
+        **{f"Model, {side.label}": side.experiment.model_label for side in judged.sides if side.experiment},
+        **({"The same in all": same or "nothing known"} if side_by_side else {}),
+        **{
+            f"Command, {side.label}, seed {run.seed}": shown(run.command)
+            for side in judged.sides
+            for run in (side.runs if side_by_side else side.finished)  # side by side also of one that failed alone
+            if run.command
+        },
+    }
+
+
+def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) -> Path:
+    """Write a report as one self-contained HTML file.
+
+    Args:
+        judged: of :func:`~moelab.judge.report.judge_paths` or :func:`~moelab.judge.report.judge_study`.
+        path: file to write.
+        with_paths: leave folders, host and user names in it.
+    """
+    return write_report(
+        path,
+        title=judged.title,
+        summary=judged.summary,
+        settings=settings_table(judged),
+        same_settings=same_settings(judged),
+        verdicts=[*judged.verdicts, *judged.held_out],
+        figures=report_figures(judged),
+        tables=report_tables(judged),
+        provenance=provenance(judged, with_paths=with_paths),
+        notes=judged.notes,
+        with_paths=with_paths,
+    )
+
+
+def verdicts_figure(judged: Report) -> go.Figure:
+    """The verdict on every arm, on its final training loss: an interval and a margin a row.
+
+    Raises:
+        BadInput: there is no verdict.
+    """
+    if not judged.verdicts:
+        raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
+    rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
+    # One arm needs no count: its numbers are the finding.
+    counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
+    finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
+    if len(rows) == 1:
+        (verdict,) = judged.verdicts
+        arm, reference, _ = contrast(verdict.arm, verdict.reference)
+        finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
+        if not verdict.seeds:
+            finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
+    # An arm that diverged with every seed has no common one, and "n = 0 seeds" would read as no run.
+    seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
+    reference = arm_label(judged.verdicts[0].reference)
+    words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
+    return verdict_intervals(rows, finding, note=judged.loss_note, words=words)
+
+
+def loss_figure(judged: Report) -> go.Figure:
+    """Training loss of every arm of a study, or of runs side by side.
+
+    Raises:
+        BadInput: no run logged a loss.
+    """
+    note, final_fraction = judged.loss_note, judged.final_fraction
+    if judged.study is not None:
+        marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
+        dropped = len(judged.dropped_seeds) > 0
+        # With every seed dropped the curves of all are better than an empty figure. `final` knows dropped seeds too, so
+        # it is worked out anew from what is drawn.
+        table, final = (judged.kept, None) if dropped and len(judged.kept) else (judged.table, judged.final)
+        return loss_curves(table, final_fraction=final_fraction, final=final, note=note, marks=marks)
+    sides = [side for side in judged.sides if side.table["loss"].notna().any()]
+    if not sides:
+        raise BadInput("none of these runs logged a loss")
+    styles = compare.side_styles(judged.sides)  # of all, so that a run looks alike in every figure
+    return loss_curves(
+        pd.concat([side.table for side in sides]),
+        finding=compare.loss_finding(sides, [one for one in judged.differences if one.steps]),
+        final_fraction=final_fraction,
+        styles={side.label: styles[side.label] for side in sides},
+        note=note,
+        marks=[mark for side in sides for run in side.runs for mark in run.grad_norm_marks],
+    )
+
+
+def throughput_figure(judged: Report) -> go.Figure:
+    """Tokens per second: of a study its seeds with the gains that are claimed, of other runs the spread over steps.
+
+    Raises:
+        BadInput: no run has a speed after its warm-up.
+    """
+    if judged.study is not None:
+        # Bars are drawn for emulated arms too, but no gain of theirs.
+        gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
+        return throughput_bars(judged.kept, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
+    sides = [side for side in judged.sides if len(side.tps)]
+    if not sides:
+        raise BadInput("none of these runs logged a speed after its warm-up")
+    return compare.compared_throughput(sides, compare.side_styles(judged.sides), note=judged.speed_note)
+
+
+def _loss_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
+    """Captions and figures of the loss: curves, differences paired by seed, then those of one run against another."""
+    if len(judged.verdicts) > 1:
+        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
+    if any(side.table["loss"].notna().any() for side in judged.sides):
+        yield "Training loss.", loss_figure(judged)
+    paired, single, styles = judged.verdicts, [], compare.side_styles(judged.sides)
+    if judged.study is None:
+        known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
+        paired = [one.verdict for one in known if one.verdict is not None and one.paired]
+        single = [one for one in known if not one.paired]
+    for verdict in paired:
+        caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
+        yield caption, loss_difference(judged.table, verdict, style=styles.get(verdict.arm), note=judged.loss_note)
+    if single:
+        caption = "Loss difference from the first, at the steps that both logged."
+        yield caption, compare.compared_difference(judged.sides, single, styles, note=judged.loss_note)
+
+
+def _speed_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
+    """Captions and figures of throughput and, of runs side by side, of step times."""
+    if judged.study is not None:
+        if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
+            yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
+        return
+    if any(len(side.tps) for side in judged.sides):
+        yield "Throughput: its spread over steps.", throughput_figure(judged)
+    if timed := [side for side in judged.sides if len(side.step_time_s)]:
+        caption = "Step times: the share of steps that finish within a given time."
+        styles = compare.side_styles(judged.sides)
+        yield caption, compare.compared_step_time(timed, styles, note=judged.speed_note)
+
+
+def _training_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
+    """Gradient norms with learning rates, and of each side the expert load of its first run that recorded it."""
+    # A norm of NaN at every step leaves nothing to draw; the notes and the loss figure's title name the run.
+    if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
+        yield "Gradient norm and learning rate.", compare.gradient_norms(with_norm, compare.side_styles(judged.sides))
+    for side in judged.sides:
+        # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
+        run = next((run for run in side.finished if run.load is not None), None)
+        if run is not None and run.load is not None and run.experiment is not None:
+            figure = expert_load_figure(run.load, ep=run.experiment.ep, name=f"{side.label}, seed {run.seed}")
+            yield f"Load of the experts, {side.label}.", figure
+
+
+def _traced_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
+    explained, _ = judged.traced
+    if explained:
+        yield "What a traced step is made of.", step_bars(explained)
+        yield "Communication in the traced step, and how much of it compute hides.", communication_bars(explained)
+        yield "Why the GPU is idle in the traced step.", idle_bars(explained)
+
+
+def _study_tables(judged: Report) -> Iterator[Table]:
+    """The runs that are judged, those that are not, and what of the judged ones multiplies in 8 bits."""
+    medians = {(arm.arm, seed): tps for arm in judged.throughput for seed, tps in arm.tps_by_seed.items()}
+    tps = f"tokens/s {judged.rank_words}"
+    memory = "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB"
+    rows: list[list[Any]] = [
+        [
+            arm_label(run.arm),
+            _seed_name(run.seed),
+            run.status.in_words(),
+            run.last_step,
+            judged.final.seeds[run.arm].losses.get(seed, math.nan) if run.finished else math.nan,
+            run.validation_loss,
+            medians.get((run.arm, seed), math.nan),
+            float(run.rows["memory_gib"].max()),
+            run.environment.machine if run.environment else "unknown",
+        ]
+        for run in judged.runs
+        for seed in [-1 if run.seed is None else run.seed]  # no seed is -1
+    ]
+    names = ["arm", "seed", "status", "steps", "final loss, nats", "held-out loss, nats", tps, memory, "machine"]
+    yield Table(title="Runs", columns=names, rows=rows, decimals={tps: 0, memory: 2})
+    rows = []
+    for one in judged.not_judged:
+        state = str(one.collected.status.state) if one.collected else "unknown"
+        arm, run_name = arm_label(one.arm) if one.arm else None, one.run.rsplit("/", 1)[-1]
+        rows.append([arm, _seed_name(one.seed), run_name, state, one.reason])
+    names = ["arm", "seed", "run", "status", "reason"]
+    # "none" in an empty table says that nothing was left out.
+    yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
+    rows = []
+    for side in judged.sides:
+        # A row for each distinct record: runs of one arm that converted other modules are seen at once.
+        counts = Counter(
+            (run.converted["kernels"], ", ".join(run.converted["modules"])) if run.converted else (None, None)
+            for run in side.finished
+        )
+        rows += [[side.label, count, *words] for words, count in counts.items()]
+    yield Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
+
+
+def _seed_name(seed: int | None) -> str | None:
+    """A seed is a name: 2026, and not the quantity 2,026."""
+    return None if seed is None else str(seed)
+
+
+def _side_tables(judged: Report) -> Iterator[Table]:
+    """The runs, their step times and their MFU."""
+    sides = judged.sides
+    columns = {  # and the digits after the point
+        "run": 0,
+        "seeds": 0,
+        "how it ended": 0,
+        "steps": 0,
+        "final loss, nats": 4,
+        "held-out loss, nats": 4,
+        "tokens/s per GPU": 0,
+        "its quartiles": 0,
+        "× the first": 3,
+        "memory per GPU, GiB": 2,
+        "of the GPU, %": 1,
+    }
+    rows: list[list[Any]] = []
+    for side in sides:
+        low, high = quartiles(side.tps)
+        rows.append(
+            [
+                side.label,
+                len(side.runs) if side.arm else None,
+                side.state,
+                side.last_step,
+                side.final_nats(judged.final_fraction),
+                side.held_out_nats,
+                median(side.tps),
+                f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
+                math.nan if side.label in judged.no_gain else speed_ratio(side, judged.reference),
+                side.memory_gib,
+                side.memory_percent,
+            ]
+        )
+    yield Table(title="Runs", columns=list(columns), rows=rows, decimals=columns)
+    names: tuple[str, ...] = ("run", "n", "median", "95 %", "99 %", "longest")
+    rows = []
+    for side in sides:
+        # Upper percentiles and the longest: one slow step in a hundred is what a median hides.
+        times = np.percentile(side.step_time_s, [50, 95, 99, 100]).tolist() if len(side.step_time_s) else [None] * 4
+        rows.append([side.label, len(side.step_time_s) or None, *times])
+    yield Table(title="Seconds a step", columns=names, rows=rows, decimals=dict.fromkeys(names, 3))
+    names = ("run", "as the log says", "TorchTitan's count", "causal count")
+    yield Table(
+        title="MFU, % of the GPU's BF16 peak; the counts differ in attention alone",
+        label="derived",
+        columns=names,
+        rows=[
+            [side.label, side.mfu_logged_percent, side.mfu_percent(causal=False), side.mfu_percent(causal=True)]
+            for side in sides
+        ],
+        decimals=dict.fromkeys(names, 2),
+    )
+
+
+def _machines(judged: Report) -> dict[str, str]:
+    """Software and hardware of our runs; nothing where none is ours."""
+    runs = judged.finished
+
+    def of_runs(value: Callable[[RunEnvironment], str]) -> str:
+        return spread((value(run.environment) or "none") if run.environment else "unknown" for run in runs)
+
+    if not runs:
+        return {}
+    versions = {name: of_runs(lambda one: one.versions.get(name, "")) for name in VERSIONS_SHOWN}  # noqa: B023 - asked now
+    installed = [f"{name} {version}" for name, version in versions.items() if version != "none"]
+    return {
+        "moelab": of_runs(lambda one: one.moelab + (f", commit {one.git_commit}" if one.git_commit else "")),
+        "Software": "; ".join([f"Python {of_runs(lambda one: one.python)}", *installed]),
+        "Hardware": of_runs(lambda one: one.machine),
+        "Memory": of_runs(lambda one: f"{one.memory_gib} GiB"),
+        "System": of_runs(lambda one: one.platform),
+    }
+
+
+def _portable(command: str) -> str:
+    """A launch command without the folders of the machine that ran it."""
+    # Words, not a pattern over the text: a folder's name may hold spaces, which the command quotes.
+    return " ".join(_without_folder(word) for word in shlex.split(command))
+
+
+def _without_folder(word: str) -> str:
+    before, slash, rest = word.partition("/")
+    if not slash:
+        return word
+    parts = rest.split("/")
+    if parts[-1].startswith("python"):  # the interpreter of a virtual environment, whatever its folder
+        return f"{before}{parts[-1]}"
+    if "runs" not in parts:
+        return f"{before}…/{parts[-1]}"
+    last = len(parts) - 1 - parts[::-1].index("runs")  # the innermost: people keep runs in folders of that name
+    return f"{before}{'/'.join(parts[last:])}"

@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import arm_label, contrast
-from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step
-from moelab.analysis.curves import (
+from moelab.errors import BadInput
+from moelab.judge.arms import arm_label, contrast
+from moelab.judge.convergence import FinalLosses, final_losses, first_final_step
+from moelab.judge.curves import (
     arm_curves,
     averaged_seeds,
     drawn_seeds,
@@ -26,10 +27,9 @@ from moelab.analysis.curves import (
     smoothing_window,
     thinning,
 )
-from moelab.analysis.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
-from moelab.analysis.throughput import Gain, arm_throughput
-from moelab.analysis.verdict import Answer, ArmSeeds, Verdict, judge
-from moelab.errors import BadInput
+from moelab.judge.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
+from moelab.judge.throughput import Gain, arm_throughput
+from moelab.judge.verdict import Answer, ArmSeeds, Verdict, judge
 from moelab.runs.expert_load import ExpertLoad
 from moelab.viz.draw import (
     draw_arm_axis,

@@ -28,7 +28,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.io.base_renderers import MimetypeRenderer
 
-from moelab.analysis.arms import arm_label, base_arm
+from moelab.judge.arms import arm_label, base_arm
 from moelab.privacy import shown
 
 FONT = "Inter, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"

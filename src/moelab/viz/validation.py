@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from moelab.analysis.arms import arm_label
-from moelab.analysis.two_by_two import CODE, FUSED
+from moelab.judge.arms import arm_label
+from moelab.judge.two_by_two import CODE, FUSED
 from moelab.planning.tables import GAIN, ValidationRow, coverage, median_error, timed
 from moelab.viz.draw import list_rows
 from moelab.viz.theme import INK, MUTED, WARNING, WIDE, new_figure, plot_text, wrap

@@ -21,7 +21,7 @@ from typing import Any
 
 import pandas as pd
 
-from moelab.analysis.arms import arm_label
+from moelab.judge.arms import arm_label
 
 BASELINE, DEEPEP = "bf16_standard", "bf16_deepep"
 STOCK = (BASELINE, f"{BASELINE}_flex_tiles")

@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.convergence import FinalLosses, compare_convergence, final_losses, first_final_step
-from moelab.analysis.curves import arm_curves
-from moelab.analysis.equivalence import prediction_interval
-from moelab.analysis.side import Side
-from moelab.analysis.verdict import ArmSeeds, OtherAttempt, Verdict
 from moelab.experiment import Experiment
 from moelab.files import finite_or_none
+from moelab.judge.convergence import FinalLosses, compare_convergence, final_losses, first_final_step
+from moelab.judge.curves import arm_curves
+from moelab.judge.equivalence import prediction_interval
+from moelab.judge.side import Side
+from moelab.judge.verdict import ArmSeeds, OtherAttempt, Verdict
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
 from moelab.runs.settings import spread
@@ -147,7 +147,7 @@ def judge_sides(
         final: losses of the runs that finished.
         sides: those to judge, behind the one that they are held against.
         name: of a side in ``final``.
-        **options: of :func:`~moelab.analysis.convergence.compare_convergence`.
+        **options: of :func:`~moelab.judge.convergence.compare_convergence`.
     """
     first, *others = sides
     seeds = {}

@@ -15,13 +15,13 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from moelab.analysis.arms import arm_label, seed_names
-from moelab.analysis.compare_runs import differing_fields, differing_settings
-from moelab.analysis.side import Side
-from moelab.analysis.verdict import Doubtful
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
+from moelab.judge.arms import arm_label, seed_names
+from moelab.judge.compare_runs import differing_fields, differing_settings
+from moelab.judge.side import Side
+from moelab.judge.verdict import Doubtful
 from moelab.layout import training_of, twins
 from moelab.privacy import shareable
 from moelab.runs import directory

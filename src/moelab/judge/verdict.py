@@ -1,6 +1,6 @@
 """Is an arm's loss equivalent to the reference's? One value a seed in, one verdict with its numbers out.
 
-The statistics are in :mod:`moelab.analysis.equivalence`; here the answers are told apart. Before any interval counts:
+The statistics are in :mod:`moelab.judge.equivalence`; here the answers are told apart. Before any interval counts:
 
 * A seed that **diverged** in the arm and not in the reference makes the arm *different*: dropping it and averaging the
   rest would call an arm harmless that loses every second training. One that diverged in the reference alone leaves
@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 from statsmodels.stats.multitest import multipletests
 
-from moelab.analysis.arms import contrast, seed_names, seeds_words
-from moelab.analysis.equivalence import (
+from moelab.files import finite_or_none
+from moelab.judge.arms import contrast, seed_names, seeds_words
+from moelab.judge.equivalence import (
     MAX_SEEDS_SEARCHED,
     MIN_SEEDS,
     NAN,
@@ -40,7 +41,6 @@ from moelab.analysis.equivalence import (
     seeds_needed,
     t_interval,
 )
-from moelab.files import finite_or_none
 
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
@@ -264,7 +264,7 @@ def judge(
         lr_warmup_steps: Steps over which the learning rate rises.
         steps: First and last step behind the losses, where they come from training steps.
         **margin_options: ``margin_nats`` and ``margin_cap_nats`` of
-            :func:`~moelab.analysis.equivalence.equivalence_margin`.
+            :func:`~moelab.judge.equivalence.equivalence_margin`.
 
     Returns:
         The verdict; *different* is not corrected for other arms, see :func:`correct_for_arms`.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.arms import arm_label, contrast, require_names, seeds_words
-from moelab.analysis.equivalence import Interval, t_interval
 from moelab.errors import BadInput
+from moelab.judge.arms import arm_label, contrast, require_names, seeds_words
+from moelab.judge.equivalence import Interval, t_interval
 from moelab.runs.table import throughput_rows
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moelab.analysis.arms import require_names, require_one_run_a_seed
-from moelab.analysis.verdict import HELD_OUT, ArmSeeds, Verdict, correct_for_arms, judge
 from moelab.errors import BadInput
+from moelab.judge.arms import require_names, require_one_run_a_seed
+from moelab.judge.verdict import HELD_OUT, ArmSeeds, Verdict, correct_for_arms, judge
 from moelab.runs.table import merge_segments
 
 BLOW_UP_NATS = 0.5
@@ -170,7 +170,7 @@ def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -
     Args:
         final: Losses of the arms.
         reference: Arm to compare with, usually ``bf16_standard``.
-        **options: of :func:`~moelab.analysis.verdict.judge`.
+        **options: of :func:`~moelab.judge.verdict.judge`.
 
     Returns:
         One verdict for every other arm, *different* corrected for their number.

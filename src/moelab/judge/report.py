@@ -13,12 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import mode
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from moelab.analysis.arms import PRECISIONS, contrast, seed_names, seeds_words
-from moelab.analysis.compare_runs import (
+from moelab.errors import BadInput, MoelabError
+from moelab.experiment import NUMBERS_ONLY, Precision
+from moelab.experiment_file import Study
+from moelab.files import finite_or_none
+from moelab.judge.arms import PRECISIONS, contrast, seed_names, seeds_words
+from moelab.judge.compare_runs import (
     NOT_FOR_SPEED,
     Difference,
     caveats,
@@ -31,21 +35,10 @@ from moelab.analysis.compare_runs import (
     mixed_facts,
     speed_differences,
 )
-from moelab.analysis.convergence import FinalLosses, final_losses, first_final_step, recovered_spikes
-from moelab.analysis.equivalence import MIN_SEEDS
-from moelab.analysis.side import Side, median
-from moelab.analysis.throughput import ArmThroughput, Gain, arm_throughput, gain, over
-from moelab.analysis.verdict import HELD_OUT, Answer, ArmSeeds, Verdict, correct_for_arms
-from moelab.errors import BadInput, MoelabError
-from moelab.experiment import NUMBERS_ONLY, Precision
-from moelab.experiment_file import Study
-from moelab.files import finite_or_none
-from moelab.runs import directory
-from moelab.runs.collect import WARMUP_STEPS, Collected
-from moelab.runs.directory import Discovery
-from moelab.runs.settings import spread
-from moelab.runs.table import joined_rows, throughput_rows
-from moelab.study_report.sides import (
+from moelab.judge.convergence import FinalLosses, final_losses, first_final_step, recovered_spikes
+from moelab.judge.equivalence import MIN_SEEDS
+from moelab.judge.side import Side, median
+from moelab.judge.sides import (
     VALID,
     NotJudged,
     end_of,
@@ -55,7 +48,16 @@ from moelab.study_report.sides import (
     sides_of_study,
     studies_in,
 )
-from moelab.traces.explanation import Explanation, explain
+from moelab.judge.throughput import ArmThroughput, Gain, arm_throughput, gain, over
+from moelab.judge.verdict import HELD_OUT, Answer, ArmSeeds, Verdict, correct_for_arms
+from moelab.runs import directory
+from moelab.runs.collect import WARMUP_STEPS, Collected
+from moelab.runs.directory import Discovery
+from moelab.runs.settings import spread
+from moelab.runs.table import joined_rows, throughput_rows
+
+if TYPE_CHECKING:
+    from moelab.traces.explanation import Explanation
 
 
 class NothingToJudge(MoelabError):
@@ -75,6 +77,7 @@ class Report:
     margin_nats: float | None = None  # None derives it from the reference's seeds
     margin_cap_nats: float | None = None  # None is 1 % of the reference's mean loss
     dropped_seeds: Sequence[int] = ()  # from every side
+    explain: Callable[[list[Path]], Explanation] | None = None  # of the traces that a run left; None leaves them out
 
     def __post_init__(self) -> None:
         first_final_step(1, self.final_fraction)  # refuses a part of nothing now, and not when a loss is asked for
@@ -285,6 +288,8 @@ class Report:
     @cached_property
     def traced(self) -> tuple[dict[str, Explanation], list[str]]:
         """By label a traced step of each side that has one, explained; and what a reader should know of the traces."""
+        if self.explain is None:
+            return {}, []
         folders = [run for path in self.paths for run in directory.find(path.resolve())]
         traces = {run.name: sorted((run.path / directory.TRACES_FOLDER).glob("*.json*")) for run in folders}
         explained: dict[str, Explanation] = {}
@@ -293,7 +298,7 @@ class Report:
             for run in [run for run in side.runs if traces.get(run.run)][:1]:  # one stands for the side
                 name, files = side.name_of(run), traces[run.run]
                 try:
-                    explained[side.label] = explain(files)
+                    explained[side.label] = self.explain(files)
                 except BadInput as error:
                     # Readers name a file with its folder, and a report goes to other people.
                     notes.append(f"{name}: {str(error).replace(f'{files[0].parent}/', '')}")
@@ -564,7 +569,8 @@ def judge_paths(paths: Sequence[Path], *, reference: str = "bf16_standard", **op
     Args:
         paths: studies, run directories, or logs from elsewhere; the first is what the others are held against.
         reference: arm of a study that its others are held against.
-        **options: ``final_fraction``, ``margin_nats``, ``margin_cap_nats`` and ``dropped_seeds`` of a :class:`Report`.
+        **options: ``final_fraction``, ``margin_nats``, ``margin_cap_nats``, ``dropped_seeds`` and ``explain`` of a
+            :class:`Report`.
 
     Raises:
         BadInput: if there is no path, or one cannot be read; it is named.

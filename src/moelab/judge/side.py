@@ -13,10 +13,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from moelab.analysis.convergence import first_final_step
 from moelab.experiment import Experiment
 from moelab.files import finite_or_none
 from moelab.hardware import known_gpu
+from moelab.judge.convergence import first_final_step
 from moelab.model import count_parameters, flops_per_token, shape_for
 from moelab.model.shape import SHAPES, ModelShape
 from moelab.runs.collect import WARMUP_STEPS, Collected

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from moelab.analysis.arms import require_names, require_one_run_a_seed
-from moelab.analysis.verdict import Verdict
+from moelab.judge.arms import require_names, require_one_run_a_seed
+from moelab.judge.verdict import Verdict
 from moelab.runs.table import merge_segments
 
 POINTS_DRAWN = 600

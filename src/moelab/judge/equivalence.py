@@ -40,8 +40,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 from statsmodels.stats.weightstats import DescrStatsW
 
-from moelab.analysis.arms import arm_label, seeds_words
 from moelab.errors import BadInput
+from moelab.judge.arms import arm_label, seeds_words
 
 Array = NDArray[np.float64]
 NAN = float("nan")

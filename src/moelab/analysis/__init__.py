@@ -1,1 +1,0 @@
-"""From the metrics table to numbers: throughput and gain, convergence equivalence, published figures."""
