@@ -17,7 +17,8 @@ from convergence_gpu import RESULTS, STUDY, arm_and_seed, in_order, train, unfol
 from moelab.cli import main
 from moelab.experiment import Experiment
 
-PAGE = (Path(__file__).parents[2] / "docs" / "measurements.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "measurements.md").read_text()
 
 
 def logged(pattern: str) -> dict[tuple[str, int], dict[int, float]]:
@@ -42,6 +43,7 @@ def test_the_results_are_judged_again_as_the_logs_of_the_runs_say(
     steps, held_out = logged(r" step: +(\d+)  loss: +(\S+)  grad"), logged(r"validate step: +(\d+)  loss: +(\S+)")
     finals = {run: statistics.fmean(losses[step] for step in range(1351, 1501)) for run, losses in steps.items()}
     lasts = {run: losses[1500] for run, losses in held_out.items()}
+    assert f"> **Same loss?** {judged['summary']['Same loss?']}\n" in (ROOT / "README.md").read_text()
     assert judged["finished"] == len(finals) == len(json.loads(RESULTS.read_text())["runs"])
     assert {verdict["arm"] for verdict in judged["verdicts"]} == {arm for arm, _ in finals} - {"bf16_standard"}
     for verdict in judged["verdicts"]:

@@ -213,8 +213,7 @@ def test_fp8_experts_in_one_pass() -> None:
     for ratio in arms[f"{name} {WGRAD}"]["ratio"]:  # of ten layers
         quotes("compiled together, on two H200s:", ratio)
     quotes("(its layers were", before[FP8]["ratio"], before[WGRAD]["ratio"])
-    quotes("for the same arm's was", wgrad["ratio"])
-    quotes("With weight gradients in BF16 it was", fp8["ratio"])
+    quotes("two hours earlier the same arm gave", wgrad["ratio"], fp8["ratio"])
     gib = by(rows, "arm", "shape")
     reserved = [gib[f"{arm} {name}"]["peak_reserved_gib"] for arm in (FP8, WGRAD, STOCK[1]) for name in DEPTHS]
     quotes("Reserved memory was", *reserved)
@@ -238,6 +237,14 @@ def test_experts_alone() -> None:
     backward = (ms["bwd (32, 128, 128, 32, 8, 3)"]["backward"], ms["default"]["backward"])
     quotes("With its tiles, FlexAttention's backward pass takes", *backward)
     quotes(" ms, and its forward pass", ms["fwd (128, 64, 8, 3)"]["forward"], ms["default"]["forward"])
+    log = (RESULTS / "attention_h200.log").read_text()
+    (forward, both) = map(float, re.findall(r"^flex_tiles forward ([\d.]+) ms; both ([\d.]+) ms", log, re.M)[0])
+    quotes("while the tiles as shipped, in a later run, take", both - forward, forward)
+    quotes(
+        "(`attention_backend: flex_tiles`) | yes: its backward pass takes", both - forward, ms["default"]["backward"]
+    )
+    (flash,) = re.findall(r"^128,96 flex_flash forward [\d.]+ ms; both ([\d.]+) ms", log, re.M)
+    quotes("beyond the tiles (one pass each): attention alone takes", float(flash), both)
     linears = {row["n"]: row["forward_and_backward_ms"] for row in rows if row["part"] == "linears"}
     quotes("row-wise FP8 linears gain little or lose:", linears[24_576]["rowwise_with_gw_hp"], linears[24_576]["bf16"])
     quotes("with weight gradients in BF16,", linears[1536]["rowwise_with_gw_hp"], linears[1536]["bf16"])
@@ -338,6 +345,17 @@ def test_losses_of_fp8_arms(study: str, arms: tuple[str, ...]) -> None:
         quotes(f"| seed {result['seed']} |", *numbers, pages=PAGES.partition(f"`{study}.json`")[2])
 
 
+def test_losses_of_fp8_with_deepep_beside_what_rounding_does() -> None:
+    ends: defaultdict[str, list[float]] = defaultdict(list)
+    for result in results_of("dispatcher_losses_fp8_h200")["results"]:
+        losses = {run["arm"]: run["losses"][-10:] for run in result["runs"]}
+        for arm, last in losses.items():
+            ends[arm].append(abs(statistics.mean(last) - statistics.mean(losses["standard"])))
+    fp8 = max(ends["best_bf16_wgrad"] + ends["best"])
+    quotes("FP8 experts with DeepEP (three seeds) lie at most", fp8)
+    quotes("by one unit in the last place moves it by up to", max(ends["nudged"]))
+
+
 def test_losses_on_a_cpu() -> None:
     """Difference, interval and margin in the last steps and on held-out text, with the answer, which is one by both."""
     for study, name, arm in (
@@ -352,7 +370,7 @@ def test_losses_on_a_cpu() -> None:
         (answer,) = {one["answer"] for one in verdicts}
         assert re.search(rf"\n\| {re.escape(name)} \|[^\n]*\| {answer} \|\n", PAGES)
         if name == "MXFP8":
-            quotes(f"With eight seeds the same study ends *{answer}*:", numbers[0])
+            quotes(f"On two CPU processes eight seeds of the small model end *{answer}* too:", numbers[0])
         if answer == "insufficient data":
             quotes("what its interval lacks,", verdicts[0]["seeds_needed"])
 
