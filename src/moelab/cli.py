@@ -133,7 +133,7 @@ def _run(o: argparse.Namespace) -> Answer:
 
 
 def _submit(o: argparse.Namespace) -> Answer:
-    given = {"cluster": o.cluster, "cluster_set": o.cluster_set, "after": o.after, "adopt": o.adopt, "runs": o.runs}
+    given = {"cluster": o.cluster, "cluster_set": o.cluster_set, "after": o.after, "runs": o.runs}
     return moelab.submit(o.file, arm=o.arm, dry_run=o.dry_run, **given, **_fields(o))
 
 
@@ -297,7 +297,6 @@ def _add_submit(submit: argparse.ArgumentParser) -> None:
     submit.add_argument("--cluster", required=True, metavar="PROFILE", help="name or path of a cluster profile")
     submit.add_argument("--cluster-set", action="append", default=[], metavar="KEY=VALUE", help=CLUSTER_SET_HELP)
     submit.add_argument("--after", metavar="JOB", help="start only after this job has succeeded, such as 123 or 123_4")
-    submit.add_argument("--adopt", metavar="JOB", help="tell moelab the number of a job that sbatch did not report")
     submit.add_argument("--runs", type=Path, metavar="DIR", help=RUNS_HELP)
     submit.add_argument("--dry-run", action="store_true", help="print the exact script and change nothing")
 

@@ -1122,7 +1122,6 @@ def submit(
     cluster_set: Mapping[str, Any] | Sequence[str] = (),
     arm: str | None = None,
     after: str | None = None,
-    adopt: str | None = None,
     runs: str | Path | None = None,
     dry_run: bool = False,
     **fields: Any,
@@ -1135,7 +1134,6 @@ def submit(
         cluster_set: fields of the profile to replace.
         arm: submit one arm.
         after: start only after this job has succeeded.
-        adopt: number of a job that sbatch did not report.
         runs: folder of all studies; the profile's, or :func:`runs_folder`, if it is not given.
         dry_run: give the exact script and change nothing.
         fields: of every experiment.
@@ -1161,8 +1159,6 @@ def submit(
     folder = Path(runs or place.runs or runs_folder())
     if dry_run:
         done = launch.dry_run(study, folder, place, foresee=foresee, after=after)
-    elif adopt:
-        done = launch.adopt(study, folder, adopt)
     else:
         done = launch.submit(study, folder, place, foresee=foresee, after=after)
     return Submitted(done=done, dry_run=dry_run)

@@ -131,7 +131,7 @@ def test_a_client_killed_around_sbatch(site: Site, when: str) -> None:
     if when == "its job has ended":
         site.slurm.wait_for(lambda: left.status.state is State.COMPLETED)
     again = submit(study, site.runs, site.profile())
-    assert {"before": again.submitted, "after": again.adopted}.get(when, again.completed) == (left,)
+    assert {"before": again.submitted, "after": again.found}.get(when, again.completed) == (left,)
     assert {left.status.job_id} == site.jobs() - known
     assert released(site, left).state is State.COMPLETED
 
@@ -290,25 +290,16 @@ def test_a_controller_that_does_not_answer(site: Site, held: RunDir) -> None:
     assert released(site, held).state is State.COMPLETED
 
 
-def test_without_accounting_what_nobody_saw_is_unknown(site: Site) -> None:
-    """Of two runs cancelled outside and forgotten, the completion log has the one whose own number was ever seen."""
+def test_without_accounting_an_end_that_slurm_has_forgotten_is_unknown(site: Site, held: RunDir) -> None:
     assert "disabled" in site.slurm.run("sh", "-c", "sacct 2>&1", check=False)
-    (site.gate / "hold").touch()
-    study = study_of(seeds=(0, 1))
-    seen, unseen = site.submit(study)
-    site.slurm.wait_for(lambda: logged(seen) == logged(unseen) == [1, 2], what="two steps of both")
-    assert states(seen) == [State.RUNNING]
-    numbers = {str(run.status.job_id) for run in (seen, unseen)}
-    site.slurm.run("scancel", *numbers)
-    site.slurm.wait_for(lambda: not numbers & site.jobs(), what="both to be forgotten")
-    assert [(status.state, status.reason) for status in refresh([seen, unseen])] == [
-        (State.CANCELLED, "Slurm: CANCELLED"),
-        (State.UNKNOWN, ENDED_BY_SIGTERM),
-    ]
+    number = str(held.status.job_id)
+    site.slurm.run("scancel", number)
+    site.slurm.wait_for(lambda: number not in site.jobs(), what="the job to be forgotten")
+    assert [(status.state, status.reason) for status in refresh([held])] == [(State.UNKNOWN, ENDED_BY_SIGTERM)]
     with pytest.raises(Refused, match="Slurm no longer knows the job of"):
-        requeue([seen, unseen])
+        requeue([held])
     (site.gate / "hold").unlink()
-    assert not set(site.submit(study)) & {seen, unseen}
+    assert held not in site.submit(study_of())
 
 
 def test_a_cancelled_job_is_requeued_and_goes_on_where_it_was(site: Site, held: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""Preflight, health and drain on a real Slurm of three nodes."""
+"""Preflight and health on a real Slurm of three nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slurm_jobs import TESTS, Site, speak_to, study_of, written
 from moelab.cli import main
 from moelab.health.measure import first_node
 from moelab.health.preflight import check_nodes, preflight
+from moelab.health.slow import judge
 from moelab.launch.slurm import call
-from moelab.launch.status import drain, requeue_without
 from moelab.machine import version
 
 
@@ -104,29 +104,16 @@ def test_slurm_is_asked_whether_it_would_take_the_script(
     assert slurm.active() == []
 
 
-def test_a_drained_node_gets_no_job_again_and_without_an_operators_rights_the_job_is_kept_away(
-    slurm: SlurmCluster, tmp_path: Path
-) -> None:
-    script = tmp_path / "sleep.sh"
-    script.write_text("#!/bin/sh\n#SBATCH --requeue\n#SBATCH --output=/dev/null\nsleep 600\n")
-    job = slurm.run("sbatch", "--parsable", script)
-
-    def node(restarts: int) -> str:
-        slurm.wait_for(lambda: slurm.job(job)["Restarts"] == str(restarts) and slurm.job(job)["JobState"] == "RUNNING")
-        return slurm.job(job)["NodeList"]
-
-    drained = node(restarts=0)
-    drain([drained], "Xid 79 on GPU 3; see $(ticket)")
-    assert "Reason=Xid 79 on GPU 3; see $(ticket)" in slurm.run("scontrol", "show", "node", drained)
-    slurm.run("scontrol", "requeue", job)
-    avoided = node(restarts=1)
-    assert avoided != drained
-    assert slurm.states()[drained].startswith("drain")
-    slurm.resume_node(drained)
-    requeue_without(job, [avoided])
-    assert node(restarts=2) != avoided
-    assert slurm.job(job)["ExcNodeList"] == avoided
-    assert slurm.states()[avoided] == "idle"
+def test_the_line_that_drains_a_slow_node(slurm: SlurmCluster, tmp_path: Path) -> None:
+    measured = {"backend": "nccl", "device": "NVIDIA B200", "ranks": 24, "nodes": ["n0", "n1", "n2"]}
+    measured |= {"stage": "finished", "pairs_gb_s": [("n0", "n1", 40.0), ("n0", "n2", 12.0), ("n1", "n2", 11.0)]}
+    (line,) = [one.found for one in judge(measured) if one.name == "for an operator"]
+    try:
+        slurm.run("bash", "-c", line)
+        slurm.wait_for(lambda: slurm.states()["n2"].startswith("drain"))
+        assert {node for node, state in slurm.states().items() if state != "idle"} == {"n2"}
+    finally:
+        slurm.resume_node("n2")
 
 
 @pytest.mark.parametrize("text", ["gpu[001-003,007]", "gpu[7,009],login1", "rack[0-1]n[08-10]", "a[1-2][3-4]", "x"])

@@ -148,6 +148,7 @@ def test_a_slow_node_a_slow_gpu_a_node_that_complains_and_an_early_end() -> None
         "all-reduce in a node": "n02 200 GB/s; the profile's floor is 320 GB/s",
         "all-reduce of pairs": "n06 with all others: below 320 GB/s; all pairs: 90 to 350 GB/s",
         "all-reduce of all ranks": "90 GB/s with 64 ranks; the profile's floor is 320 GB/s",
+        "for an operator": "scontrol update nodename=n04,n06 state=drain reason=moelab.health.measure",
     }
     early = {name: slow[name] for name in ("backend", "device", "ranks", "nodes")}
     (only,) = judge({**early, "stage": "timing GEMMs"}, 320.0)

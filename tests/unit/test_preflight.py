@@ -1,4 +1,4 @@
-"""Preflight on made-up clusters: reports of nodes, studies that do not fit, data that is not there, nodes to drain."""
+"""Preflight on made-up clusters: reports of nodes, studies that do not fit, and data that is not there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -16,14 +15,12 @@ from hypothesis import strategies as st
 from nvidia_smi_support import with_files
 
 from moelab.cli import main
-from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study, read_study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
 from moelab.health.preflight import Preflight, compare, node_script
-from moelab.launch import status
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
     STREAMING_NODES,
@@ -34,8 +31,6 @@ from moelab.launch.requirements import (
     checkpoints_at_most,
 )
 from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm import SlurmError
-from moelab.launch.status import drain, requeue_without
 from moelab.model import count_parameters, shape_of
 from moelab.planning.memory import estimate
 from moelab.planning.plan import plan
@@ -308,19 +303,3 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "ep is 3" in capsys.readouterr().out
     assert main(["doctor", "--cluster=nowhere"]) == 2
     assert main(["doctor", "--cluster=slurm_generic", f"--file={tmp_path}/none.yaml"]) == 2
-
-
-def test_nothing_but_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What draining does is shown on a real Slurm."""
-    asked = Mock()
-    monkeypatch.setattr(status, "call", asked)
-    for nodes in ([], *([name] for name in ("", "ALL nodes", "-all", "gpu[1-3]", "a,b", "a\nb", "gpu1;x"))):
-        with pytest.raises(BadInput, match="nodes"):
-            drain(nodes, "reason")
-        with pytest.raises(BadInput, match="nodes"):
-            requeue_without("12", nodes)
-    with pytest.raises(BadInput, match="reason"):
-        drain(["n0"], "two\nlines")
-    with pytest.raises(SlurmError, match="job"):
-        requeue_without("12; reboot", ["n0"])
-    assert not asked.called

@@ -30,6 +30,12 @@ EVERYTHING: dict[str, Any] = {
     "partition": "gpu",
     "account": "lab",
     "qos": "high",
+    "constraint": "gpu&hbm80g",
+    "reservation": "moe",
+    "nodelist": "gpu[001-064]",
+    "exclude": "gpu[007,013]",
+    "segment": 16,
+    "switches": "1@12:00:00",
     "gpu_type": "b200",
     "memory_gib": 900,
     "source": ["/etc/profile.d/modules.sh", "/opt/conda/etc/profile.d/conda.sh"],
@@ -100,6 +106,13 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ({"sources": {"NCCL_IB_HCA": "x"}}, "NCCL_IB_HCA, which are neither fields nor variables"),
         ({"checkpoints_kept": 1}, "checkpoints_kept: got 1"),
         ({"gpus_per_node": True}, "gpus_per_node: got True"),
+        ({"constraint": "gpu hbm80g"}, "constraint: got 'gpu hbm80g'; valid: features without spaces"),
+        ({"constraint": "gpu#x"}, "constraint: got 'gpu#x'"),
+        ({"exclude": "/etc/passwd"}, "exclude: got '/etc/passwd'; valid: names of nodes, such as gpu017"),
+        ({"segment": 0}, "segment: got 0"),
+        ({"switches": "one"}, "switches: got 'one'; valid: a number, and at most how long"),
+        ({"gpu_request": "gpus"}, "gpu_request: got 'gpus'"),
+        ({"gpu_request": "none", "exclusive": False}, "gpu_request none needs exclusive: true"),
     ],
 )
 def test_what_is_wrong_with_a_profile_is_named(fields: dict[str, Any], told: str) -> None:
@@ -158,8 +171,27 @@ def test_script_is_the_golden_one_and_bash_and_shellcheck_accept_it(name: str) -
 def test_a_job_asks_for_nothing_that_its_profile_does_not_name() -> None:
     script = render(spec(profile(gpus_per_node=0, exclusive=False, container={"image": "x"})))
     unnamed = {"mem", "gres", "exclusive", "partition", "account", "qos", "dependency", "container-mounts"}
+    unnamed |= {"constraint", "reservation", "nodelist", "exclude", "segment", "switches"}
     unnamed |= {"time-ranks", "scratch", "dataset", "tokenizer"}
     assert not unnamed & {*re.findall("--([a-z-]+)", script)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {"--gres=gpu:8"}),
+        ({"gpu_request": "gpus-per-node"}, {"--gpus-per-node=8"}),
+        ({"gpu_request": "gpus-per-node", "gpu_type": "h100"}, {"--gpus-per-node=h100:8"}),
+        ({"gpu_request": "none"}, set()),
+        ({"gpus_per_node": 0}, set()),
+    ],
+)
+def test_how_gpus_are_asked_for(fields: dict[str, Any], options: set[str]) -> None:
+    """Of the job and again of its step; with ``none`` ranks run on the GPUs of a whole node all the same."""
+    script = render(spec(profile(**fields)))
+    assert set(re.findall(r"--(?:gres|gpus)\S*", script)) == options
+    assert script.count("--g") == 2 * len(options)
+    assert profile(**fields).gpus_per_node == fields.get("gpus_per_node", 8)
 
 
 STUB = """\
@@ -206,7 +238,14 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "partition": ({"partition": "{v}"}, "#SBATCH --partition={v}"),
     "account": ({"account": "{v}"}, "#SBATCH --account={v}"),
     "qos": ({"qos": "{v}"}, "#SBATCH --qos={v}"),
+    "constraint": ({"constraint": "{v}"}, "#SBATCH --constraint={v}"),
+    "reservation": ({"reservation": "{v}"}, "#SBATCH --reservation={v}"),
+    "nodelist": ({"nodelist": "{v}"}, "#SBATCH --nodelist={v}"),
+    "exclude": ({"exclude": "{v}"}, "#SBATCH --exclude={v}"),
+    "segment": ({"segment": "{v}"}, "#SBATCH --segment={v}"),
+    "switches": ({"switches": "{v}"}, "#SBATCH --switches={v}"),
     "gpu_type": ({"gpu_type": "{v}"}, "#SBATCH --gres=gpu:{v}:8"),
+    "gpu_request": ({"gpu_request": "{v}"}, "#SBATCH --{v}=8"),
     "name": ({"name": "{v}"}, "#SBATCH --job-name={v}"),
     "comment": ({"comment": "{v}"}, "#SBATCH --comment={v}"),
     "dependency": ({"dependency": "{v}"}, "#SBATCH --dependency={v}"),
@@ -226,7 +265,8 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
 }
 OF_THE_JOB = ("name", "comment", "dependency", "run")
 FREE_TEXT = ("image", "scratch", "datasets", "tokenizers", "variables", "run", "source", "venv", "mounts")
-DIRECTIVES = {"partition": 1, "account": 1, "qos": 1, "dependency": 2}  # that a field adds
+DIRECTIVES = {"partition": 1, "account": 1, "qos": 1, "constraint": 1, "reservation": 1, "nodelist": 1, "exclude": 1}
+DIRECTIVES |= {"segment": 1, "switches": 1, "dependency": 2}  # that a field adds
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=20)
 
 

@@ -26,7 +26,7 @@ from moelab.finding import Finding, any_error, as_text, fault
 from moelab.launch import slurm
 from moelab.launch.cluster import ClusterProfile
 from moelab.launch.requirements import Foresee, check_data, check_plans, check_room, foresee_nothing
-from moelab.launch.script import container_options, gpu_options, python_of, set_up
+from moelab.launch.script import container_options, gpu_options, place_options, python_of, set_up
 from moelab.launch.slurm import SlurmError, SlurmMissing
 from moelab.launch.submit import dry_run
 from moelab.machine import counted
@@ -164,9 +164,8 @@ def _srun(cluster: ClusterProfile, nodes: int) -> list[str]:
     options += [*gpu_options(cluster, cluster.gpus_per_node), *container_options(cluster)]
     # Inside a job these options would have srun allocate a job of its own.
     if "SLURM_JOB_ID" not in os.environ:
-        named = [f"--{name}={value}" for name in ("partition", "account", "qos") if (value := getattr(cluster, name))]
         # Give up rather than queue behind other jobs, and report the nodes' own limits, not those of the shell here.
-        options += [*named, f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
+        options += [*place_options(cluster), f"--immediate={WAIT_S}", f"--time={STEP_MINUTES}", "--propagate=NONE"]
         options += ["--job-name=moelab-preflight", *(["--exclusive"] if cluster.exclusive else [])]
     return ["srun", *options]
 

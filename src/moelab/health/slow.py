@@ -6,6 +6,7 @@ itself; nodes that are fast among themselves and slow with others are behind a s
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -97,13 +98,27 @@ def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple
         below = {node for node, value in inside.items() if floor is not None and value < floor}
         slow = [f"{node} {inside[node]:.3g} GB/s" for node in sorted({*below, *outliers(times)})]
         findings.append(_judged("all-reduce in a node", slow, _range(inside.values()), against))
+    at_fault = {node for node, listed in measured.get("node_findings", {}).items() if _has_error(listed)}
     if pairs := {(first, second): value for first, second, value in measured.get("pairs_gb_s", [])}:
         findings.append(_pairs(pairs, floor))
+        at_fault |= {*blame(pairs, floor).nodes}
     if (gb_s := measured.get("all_gb_s")) is not None:
         found = f"{gb_s:.3g} GB/s with {measured['ranks']} ranks"
         slow = [found] if floor is not None and gb_s < floor else []
         findings.append(_judged("all-reduce of all ranks", slow, found, against))
+    if at_fault:
+        findings.append(Finding(name="for an operator", severity="note", found=drain_line(sorted(at_fault))))
     return tuple(findings)
+
+
+def drain_line(nodes: Sequence[str]) -> str:
+    """The shell line by which an operator lets nodes finish what they run and take no more."""
+    reason = "reason=moelab.health.measure"
+    return shlex.join(["scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", reason])
+
+
+def _has_error(findings: Iterable[Mapping[str, Any]]) -> bool:
+    return any(one["severity"] == "error" for one in findings)
 
 
 def _judged(name: str, slow: Sequence[str], well: str, against: str = "") -> Finding:

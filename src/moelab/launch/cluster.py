@@ -24,6 +24,9 @@ from moelab.privacy import HIDDEN, each_text, holds_secret, is_secret_name
 FOLDER = Path(__file__).parent.parent / "data" / "clusters"
 TORCHRUN_DEFAULT_PORT = 29500
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:@/+=-]*", re.ASCII)
+_FEATURES = re.compile(r"[A-Za-z0-9(\[][A-Za-z0-9_.,:@/+=&|*()\[\]-]*", re.ASCII)
+_NODES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,\[\]-]*", re.ASCII)
+_SWITCHES = re.compile(r"\d+(@[\d:-]+)?", re.ASCII)
 _OWN_VARIABLES = ("SLURM_", "SLURMD_", "MOELAB_")
 _SHELLS_OWN = frozenset({"UID", "EUID", "PPID", "BASHOPTS", "SHELLOPTS", "BASH_VERSINFO"})
 MAX_CHARACTERS = 4_096
@@ -43,6 +46,9 @@ def _rule(valid: str, holds: Callable[[str], object]) -> Callable[[str], str]:
 
 word = _rule("one word of letters, digits and . _ , : @ / + = -, beginning with a letter or digit", _WORD.fullmatch)
 """For an ``#SBATCH`` line: no sign that sbatch or a shell could read as something else."""
+_features = _rule("features without spaces, such as gpu&hbm80g or [rack1|rack2]", _FEATURES.fullmatch)
+_node_list = _rule("names of nodes, such as gpu017 or gpu[001-003,007]", _NODES.fullmatch)
+_switches = _rule("a number, and at most how long to wait for it, such as 1 or 1@12:00:00", _SWITCHES.fullmatch)
 line = _rule(
     f"one line of printable text, 1 to {MAX_CHARACTERS:,} characters",
     lambda value: value.isprintable() and 0 < len(value) <= MAX_CHARACTERS,
@@ -57,6 +63,9 @@ _mount = _rule("/path/outside:/path/inside, without a comma", re.compile(r"/[^,]
 # YAML reads `1` as a number. A truth value stays one and is refused: whether `yes` means 1 or yes, nobody can tell.
 Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Word = Annotated[Text, AfterValidator(word)]
+Features = Annotated[Text, AfterValidator(_features)]
+Nodes = Annotated[Text, AfterValidator(_node_list)]
+Switches = Annotated[Text, AfterValidator(_switches)]
 Line = Annotated[Text, AfterValidator(line)]
 Argument = Annotated[Line, AfterValidator(_argument)]
 Absolute = Annotated[Line, AfterValidator(_absolute)]
@@ -90,10 +99,19 @@ class ClusterProfile(BaseModel):
     partition: Word | None = None
     account: Word | None = None
     qos: Word | None = None
+    constraint: Features | None = Field(None, description="features that nodes must have, such as gpu&hbm80g")
+    reservation: Word | None = None
+    nodelist: Nodes | None = Field(None, description="nodes that the job must have")
+    exclude: Nodes | None = Field(None, description="nodes that the job must not have")
+    segment: Annotated[int, Field(ge=1)] | None = Field(None, description="nodes that share a block, as in NVL72 racks")
+    switches: Switches | None = Field(None, description="most leaf switches, such as 1@12:00:00")
     time_limit_minutes: Annotated[int, Field(ge=1)] = 60
     nodes: Annotated[int, Field(ge=1)] = Field(1, description="most nodes that one job may have")
     gpus_per_node: Count = Field(8, description="0: jobs ask for no GPU, and ranks run on the CPU")
-    gpu_type: Word | None = Field(None, description="as Slurm's gres names it; none: any")
+    gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
+        "gres", description="how jobs ask for GPUs; none: not at all, where whole nodes are handed out"
+    )
+    gpu_type: Word | None = Field(None, description="as Slurm names it; none: any")
     cpus_per_task: Annotated[int, Field(ge=1)] = Field(1, description="for the one task on each node")
     memory_gib: Count | None = Field(None, description="per node; 0: all of it; none: the cluster's default")
     exclusive: bool = True
@@ -138,6 +156,8 @@ class ClusterProfile(BaseModel):
             )
         if self.signal_s >= self.time_limit_minutes * 60:
             raise ValueError("signal_s must be less than the time limit")
+        if self.gpus_per_node and self.gpu_request == "none" and not self.exclusive:
+            raise ValueError("gpu_request none needs exclusive: true, a job that has its nodes to itself")
         if self.venv and self.conda_env:
             raise ValueError("venv and conda_env exclude each other; give one of them")
         # bash refuses to set its own (`UID: readonly variable`), and `set -e` ends the script there.

@@ -69,16 +69,17 @@ def render(spec: JobSpec) -> str:
     >>> render(spec).splitlines()[:3]
     ['#!/bin/bash', '#SBATCH --job-name=study', '#SBATCH --comment=study']
     """
-    # `finalize` quotes whatever the template inserts. A word of an #SBATCH line is safe, so quoting does not change it.
+    # `finalize` quotes whatever the template inserts, but no #SBATCH lines: to bash they are comments, and the profile
+    # lets no sign into them that sbatch reads as something else.
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,  # a name that is misspelt in the template fails instead of vanishing
         autoescape=False,  # noqa: S701 - a shell script
-        finalize=lambda value: shlex.quote(str(value)),
+        finalize=lambda value: value if isinstance(value, _Directive) else shlex.quote(str(value)),
         keep_trailing_newline=True,
     )
     return environment.get_template("job.sbatch.j2").render(
-        directives=list(_directives(spec)),
+        directives=[_Directive(option) for option in _directives(spec)],
         set_up=list(set_up(spec.cluster)),
         memlock=spec.cluster.memlock,
         runs=spec.runs,
@@ -89,13 +90,15 @@ def render(spec: JobSpec) -> str:
     )
 
 
+class _Directive(str):
+    """An option of sbatch, as it stands in a script."""
+
+
 def _directives(spec: JobSpec) -> Iterator[str]:
     cluster = spec.cluster
     yield f"--job-name={spec.name}"
     yield f"--comment={spec.comment}"
-    for option in ("partition", "account", "qos"):
-        if value := getattr(cluster, option):
-            yield f"--{option}={value}"
+    yield from place_options(cluster)
     yield f"--array=0-{len(spec.runs) - 1}"  # of a single run too: every run has a task number
     yield from _size(spec)
     if cluster.exclusive:
@@ -134,10 +137,18 @@ def _step(spec: JobSpec) -> Iterator[str]:
     yield from container_options(spec.cluster)
 
 
+def place_options(cluster: ClusterProfile) -> Iterator[str]:
+    """Options that say where a job may run, and on whose account."""
+    names = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "segment", "switches")
+    yield from (f"--{name}={value}" for name in names if (value := getattr(cluster, name)))
+
+
 def gpu_options(cluster: ClusterProfile, count: int) -> list[str]:
-    """Options that request this many GPUs of each node, where the cluster has any."""
-    kind = f"{cluster.gpu_type}:" if cluster.gpu_type else ""
-    return [f"--gres=gpu:{kind}{count}"] if cluster.gpus_per_node else []
+    """Options that request this many GPUs of each node, where the cluster has any and is asked for them."""
+    if not cluster.gpus_per_node or cluster.gpu_request == "none":
+        return []
+    gpus = f"{cluster.gpu_type}:{count}" if cluster.gpu_type else str(count)
+    return [f"--gres=gpu:{gpus}" if cluster.gpu_request == "gres" else f"--gpus-per-node={gpus}"]
 
 
 def container_options(cluster: ClusterProfile) -> Iterator[str]:

@@ -25,24 +25,13 @@ from moelab.launch.ends import close_killed, only_launcher
 from moelab.launch.local import completed, require_known_ends
 from moelab.launch.requirements import Foresee, check_data, check_plans, foresee_nothing
 from moelab.launch.script import JobSpec, render
-from moelab.launch.slurm import (
-    PREFIX,
-    SCRIPT_FILE,
-    NumberUnknown,
-    Queue,
-    SlurmError,
-    SlurmMissing,
-    Ticket,
-    checked,
-    new_comment,
-    number_unknown,
-    ticket_of,
-)
+from moelab.launch.slurm import SCRIPT_FILE, NumberUnknown, Queue, SlurmError, SlurmMissing, Ticket, ticket_of
 from moelab.launch.status import ACTIVE, busy, update
 from moelab.runs import directory
 from moelab.runs.directory import Discovery, RunDir
-from moelab.runs.status import State, Status
+from moelab.runs.status import State
 
+Attempts = Mapping[Experiment, Sequence[RunDir]]
 Task = tuple[Experiment, RunDir]
 
 
@@ -53,8 +42,7 @@ class Submission:
     study: str
     scripts: tuple[str, ...]  # as sbatch gets them; one for each number of nodes and GPUs
     submitted: tuple[RunDir, ...] = ()  # runs that Slurm accepted now
-    # runs whose job number had not been recorded; it was found in the queue, or given by a person
-    adopted: tuple[RunDir, ...] = ()
+    found: tuple[RunDir, ...] = ()  # runs whose job was in the queue, but its number had not been recorded
     completed: tuple[RunDir, ...] = ()  # runs that were finished before and left alone
     discovered: Discovery  # runs that were there before
 
@@ -62,8 +50,8 @@ class Submission:
         """The submission as the command line prints it."""
         rows = [
             {"run": run.name, "path": str(run.path), "did": kind, "job_id": run.status.job_id}
-            for kind in ("submitted", "adopted", "completed")
-            for run in getattr(self, kind)
+            for kind, runs in (("submitted", self.submitted), ("found", self.found), ("completed", self.completed))
+            for run in runs
         ]
         return {"study": self.study, "runs": rows, "scripts": list(self.scripts), **self.discovered.to_json()}
 
@@ -94,8 +82,8 @@ def dry_run(
     attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
     require_known_ends(attempts.values())
     missing = {experiment: tried for experiment, tried in attempts.items() if not completed(tried)}
-    scripts = tuple(render(spec) for spec, _ in _specs(study, runs, missing, cluster, after))
-    return Submission(study=study.name, scripts=scripts, discovered=here)
+    jobs = _jobs(study, runs, missing, cluster, after)
+    return Submission(study=study.name, scripts=tuple(render(spec) for spec, _ in jobs), discovered=here)
 
 
 def submit(
@@ -123,7 +111,7 @@ def submit(
             already (named, with its job), it is unknown how a run ended, or Slurm rejects the script (with its words;
             runs stay prepared).
         SlurmMissing, SlurmError: if Slurm cannot be asked; nothing was submitted.
-        NumberUnknown: if Slurm accepted a script but the job's number is unknown; the message says how to adopt it.
+        NumberUnknown: if Slurm accepted a script but the job's number is unknown; the message says what to do.
     """
     runs = runs.absolute()
     _require(check_plans(study, cluster, foresee))
@@ -132,38 +120,38 @@ def submit(
     with only_launcher(runs / study.name):  # two clients that submit at once would submit everything twice
         here = directory.discover(runs / study.name)
         attempts = {experiment: here.attempts(experiment) for experiment in study.experiments}
-        tried = [run for runs_of_one in attempts.values() for run in runs_of_one]
+        tried = [run for of_one in attempts.values() for run in of_one]
         # Before anything is written: if the queue cannot be read, nothing has changed.
-        queue = Queue.of(tried)
-        if after and not queue.jobs_of(after):
+        queue = Queue(slurm.queue())
+        if after and after not in queue:
             raise Refused(f"--after {after}: Slurm knows no such job and would not wait for it; leave --after out")
         prepared = [run for run in tried if run.status.state is State.PREPARED]
         # After `prepared`, since this changes the status of those that are in the queue.
         updated = dict(zip(tried, update(tried, queue), strict=True))
         # In the queue although only prepared: the client was killed between sbatch and recording the number.
-        adopted = [run for run in prepared if updated[run].state in ACTIVE]
-        if lines := busy([run for run in tried if run not in adopted], queue):
+        found = [run for run in prepared if updated[run].state in ACTIVE]
+        if lines := busy([run for run in tried if run not in found], queue):
             raise Refused("\n".join([*lines, "wait for them, `moelab cancel` them, or name other arms with --arm"]))
         require_known_ends(attempts.values())
         missing = {
-            one: of_one for one, of_one in attempts.items() if not completed(of_one) and not set(of_one) & set(adopted)
+            one: of_one for one, of_one in attempts.items() if not completed(of_one) and not set(of_one) & set(found)
         }
-        specs = _specs(study, runs, missing, cluster, after)
-        scripts = [render(spec) for spec, _ in specs]
-        for (spec, tasks), script in zip(specs, scripts, strict=True):
+        jobs = _jobs(study, runs, missing, cluster, after)
+        scripts = [render(spec) for spec, _ in jobs]
+        for (spec, tasks), script in zip(jobs, scripts, strict=True):
             for number, (experiment, run) in enumerate(tasks):
                 if not run.path.exists():
                     directory.make(run, experiment)
                 write_whole(run.path / SCRIPT_FILE, script)
                 Ticket(comment=spec.comment, task=number).write(run)  # last: it means that everything is there
-        for spec, tasks in specs:
-            _submit(spec, tasks, timeout_s)
+        for spec, tasks in jobs:
+            _submit(spec, [run for _, run in tasks], timeout_s)
     return Submission(
         study=study.name,
         scripts=tuple(scripts),
-        submitted=tuple(run for _, tasks in specs for _, run in tasks),
-        adopted=tuple(adopted),
-        completed=tuple(done for runs_of_one in attempts.values() if (done := completed(runs_of_one))),
+        submitted=tuple(run for _, tasks in jobs for _, run in tasks),
+        found=tuple(found),
+        completed=tuple(done for of_one in attempts.values() if (done := completed(of_one))),
         discovered=here,
     )
 
@@ -174,8 +162,8 @@ def _require(findings: Iterable[Finding]) -> None:
         raise Refused("\n".join(faults))
 
 
-def _specs(
-    study: Study, runs: Path, missing: Mapping[Experiment, list[RunDir]], cluster: ClusterProfile, after: str | None
+def _jobs(
+    study: Study, runs: Path, missing: Attempts, cluster: ClusterProfile, after: str | None
 ) -> list[tuple[JobSpec, list[Task]]]:
     """One job array for each size; experiments come with their attempts so far, none of which completed."""
     by_size: dict[tuple[int, int], list[Task]] = {}  # all tasks of an array get the same resources
@@ -183,88 +171,50 @@ def _specs(
         unused = [run for run in attempts if run.status.state is State.PREPARED]
         task = experiment, (unused[-1] if unused else directory.fresh(runs, experiment))
         by_size.setdefault((experiment.nodes, experiment.gpus_per_node), []).append(task)
-    specs = []
+    jobs = []
     for (nodes, gpus), tasks in by_size.items():
         spec = JobSpec(
             cluster=cluster,
             runs=tuple(run.path for _, run in tasks),
             name=study.name,
-            comment=new_comment(study.name),
+            comment=slurm.new_comment(study.name),
             nodes=nodes,
             gpus_per_node=gpus,
             dependency=f"afterok:{after}" if after else None,
         )
-        specs.append((spec, tasks))
-    return specs
+        jobs.append((spec, tasks))
+    return jobs
 
 
-def _submit(spec: JobSpec, tasks: Sequence[Task], timeout_s: float) -> None:
+def _submit(spec: JobSpec, runs: Sequence[RunDir], timeout_s: float) -> None:
     """Call sbatch and record the job's number.
 
     Raises:
         Refused: if Slurm rejected the script.
         NumberUnknown: if Slurm accepted it but the job's number is unknown.
     """
-    runs = [run for _, run in tasks]
     try:
-        job = slurm.sbatch(runs[0].path / SCRIPT_FILE, timeout_s=timeout_s)
+        number = slurm.sbatch(runs[0].path / SCRIPT_FILE, timeout_s=timeout_s)
     except (SlurmError, SlurmMissing) as error:
         in_queue = None
         with suppress(SlurmError, SlurmMissing):  # it may have been accepted, and only the answer was lost
-            in_queue = Queue(slurm.queue()).id_of(spec.comment)
+            in_queue = Queue(slurm.queue()).array_of(spec.comment)
         if in_queue is None and isinstance(error, NumberUnknown):
+            words = (
+                f"its job number is unknown: {error}. moelab finds the job once the queue shows its comment, or once "
+                f"it starts. If Slurm has no such job (`squeue --me --name={spec.name}`), `moelab cancel` the run and "
+                "submit it again"
+            )
             for run in runs:
                 if run.status.state is State.PREPARED:
-                    words = number_unknown(run, str(error))
                     run.set_status(replace(run.status, state=State.SUBMITTED, reason=words))
-            raise NumberUnknown(f"{spec.name}: {number_unknown(runs[0], str(error))}") from error
+            raise NumberUnknown(f"{spec.name}: {words}") from error
         if in_queue is None:
             for run in runs:
                 run.set_status(replace(run.status, reason=f"not submitted: {error}"))
             raise Refused(f"{error}\nthis script of {spec.name} was not submitted; its runs stay prepared") from error
-        job = in_queue  # accepted after all
-    _write_number(runs, *job)
-
-
-def _write_number(runs: Iterable[RunDir], job_id: str, cluster: str | None) -> None:
-    """Record the job of runs, except of those that have begun: their job has recorded its number itself."""
+        number = in_queue  # accepted after all
     for run in runs:
         status, ticket = run.status, ticket_of(run)
-        if ticket and (status.state is State.PREPARED or is_without_number(status)):
-            if cluster:
-                replace(ticket, cluster=cluster).write(run)
-            label = f"{job_id}_{ticket.task}"
-            run.set_status(replace(status, state=State.SUBMITTED, job_id=label, reason=None))
-
-
-def is_without_number(status: Status) -> bool:
-    """Whether a run was submitted as a job whose number is unknown."""
-    return status.state is State.SUBMITTED and status.job_id is None
-
-
-def adopt(study: Study, runs: Path, job_id: str) -> Submission:
-    """Record the number of the job array of a study's runs where sbatch's answer was not understood.
-
-    Raises:
-        Refused: if no run lacks a number, runs of several submissions do, Slurm does not know the job, or it was
-            submitted for something else.
-        SlurmMissing, SlurmError: if Slurm cannot be asked.
-    """
-    with only_launcher(runs.absolute() / study.name):
-        here = directory.discover(runs.absolute() / study.name)
-        tried = [run for experiment in study.experiments for run in here.attempts(experiment)]
-        queue = Queue.of(tried)
-        update(tried, queue)  # a job that is in the queue with its comment needs no adoption
-        waiting = {run: ticket for run in tried if is_without_number(run.status) and (ticket := ticket_of(run))}
-        comments = {ticket.comment for ticket in waiting.values()}
-        if len(comments) != 1:
-            which = f"{len(comments)} submissions do; name an arm with --arm" if comments else "no submission does"
-            raise Refused(f"--adopt {job_id}: exactly one submission of {study.name} must lack its job number: {which}")
-        jobs = queue.jobs_of(job_id)
-        if not (jobs or slurm.ended_by_accounting([checked(job_id)])):
-            raise Refused(f"--adopt {job_id}: Slurm knows no such job")
-        if others := {job.comment for job in jobs if job.comment.startswith(PREFIX)} - comments:
-            raise Refused(f"--adopt {job_id}: that job was submitted for something else: {', '.join(others)}")
-        _write_number(waiting, job_id, None)
-        update(waiting, queue)
-    return Submission(study=study.name, scripts=(), adopted=tuple(waiting), discovered=here)
+        if ticket and status.state is State.PREPARED:  # else it has begun, and has recorded its number itself
+            run.set_status(replace(status, state=State.SUBMITTED, job_id=f"{number}_{ticket.task}", reason=None))
