@@ -19,7 +19,7 @@ import moelab
 from moelab.errors import BadInput, MoelabError
 
 if TYPE_CHECKING:
-    from moelab.door import Answer
+    from moelab.answers import Answer
 
 DESCRIPTION = (
     "Plan, run and judge the pre-training of Mixture-of-Experts models with MXFP8 experts and DeepEP, on your hardware."
@@ -98,7 +98,7 @@ def _doctor(o: argparse.Namespace) -> Answer:
 
 
 def _notebooks(o: argparse.Namespace) -> Answer:
-    from moelab.door import Plain
+    from moelab.answers import Plain
     from moelab.notebooks.shipped import write_out
 
     done = write_out(o.folder)
