@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import functools
 import html
+import importlib
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
-
-import lazy_loader
 
 from moelab.errors import BadInput, Refused
 from moelab.privacy import each_text, one_line, without_secrets
@@ -43,12 +42,22 @@ if TYPE_CHECKING:
     from moelab.traces.against import Comparison
     from moelab.traces.explanation import Explanation
     from moelab.viz.table import TableView
-else:
-    pd = lazy_loader.load("pandas")
 
-# Loaded on first use.
-pages: Any = lazy_loader.load("moelab.viz.report", suppress_warning=True)
-viz: Any = lazy_loader.load("moelab.viz", suppress_warning=True)
+
+class _OnFirstUse:
+    """A module that is loaded when something of it is used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+pages: Any = _OnFirstUse("moelab.viz.report")
+viz: Any = _OnFirstUse("moelab.viz")
+if not TYPE_CHECKING:
+    pd = _OnFirstUse("pandas")
 T = TypeVar("T")
 Json = dict[str, Any]
 HEADINGS = {
