@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,21 +38,24 @@ from moelab.deepep.buffer import EPKernels
 from moelab.files import write_json
 from moelab.micro.clock import Marks
 from moelab.micro.exchange import (
+    DEEPEP,
+    REPEATS,
     ROUTINGS,
     SIZES,
     SMALL,
+    STANDARD,
     WARM_UP,
-    ArmGroup,
     Backend,
     ExchangeArm,
     Layer,
+    Size,
     World,
     find_deepep,
-    one_turn,
+    new_report,
     open_world,
-    plan,
-    run,
+    ready_layers,
     size_of,
+    time_layers,
 )
 
 SM_COUNTS = (8, 16, 24, 32, 64, 96)
@@ -90,32 +93,43 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def watch_parts(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], dict[str, Any]]:
-    """The column ``parts_us``: the median of each part of every operation, on the slowest rank of each turn."""
+def watch_parts(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], dict[str, float]]:
+    """The median of each part of every operation, µs, on the slowest rank of each turn."""
     mine: dict[tuple[str, str], list[dict[str, float]]] = {}
     clock = Marks(world.device)
     for turn in range(WARM_UP + repeats):
         for layer in layers:
-
-            def watched(operation: str, *inputs: torch.Tensor, layer: Layer = layer, turn: int = turn) -> Any:
+            for operation, call in layer.turn():
                 watch = Watch(clock, layer.arm)
                 clock.start(world.meet)
                 with watch:
-                    result = getattr(layer, operation)(*inputs)
+                    call()
                 clock.mark(watch.part)
                 if turn >= WARM_UP:
                     mine.setdefault((layer.arm.name, operation), []).append(clock.parts_us())
-                return result
-
-            one_turn(layer, watched)
-    columns = {}
+    medians = {}
     for name, parts in mine.items():
         turns = zip(*world.everywhere(parts), strict=True)
         slowest = [max(turn, key=lambda one: sum(one.values())) for turn in turns]
         names = dict.fromkeys(part for one in slowest for part in one)
-        medians = {part: round(statistics.median(one[part] for one in slowest), 2) for part in names}
-        columns[name] = {"parts_us": medians}
-    return columns
+        medians[name] = {part: round(statistics.median(one[part] for one in slowest), 2) for part in names}
+    return medians
+
+
+Group = tuple[Size, str, Sequence[ExchangeArm]]
+"""A size, a routing, and the arms that take turns there."""
+
+
+def measure(groups: Iterable[Group], world: World, output: Path, report: dict[str, Any], **how: Any) -> None:
+    """Add the rows of every group to a report, each with its ``parts_us``, and write it after each group."""
+    repeats = how.pop("repeats", REPEATS)
+    for size, routing, arms in groups:
+        world.say(f"{size.name}, {routing}")
+        layers = ready_layers(size, routing, arms, world, **how)
+        rows, parts = time_layers(layers, world, repeats=repeats), watch_parts(layers, world, repeats)
+        report["rows"] += [row | {"parts_us": parts[row["arm"], row["operation"]]} for row in rows]
+        if world.rank == 0:
+            write_json(output, report)
 
 
 def measure_copies(world: World) -> dict[str, Any]:
@@ -145,7 +159,7 @@ def measure_copies(world: World) -> dict[str, Any]:
         else:
             exchange_with_neighbours()
         clock.mark("copy")
-        times_us.append(clock.total_us())
+        times_us.append(clock.parts_us()["copy"])
     slowest_us = max(world.everywhere(statistics.median(times_us[WARM_UP:])))
     how = "peer copies, all GPUs at once" if on_gpus else "sends to the next rank, all ranks at once"
     return {
@@ -174,20 +188,19 @@ def main() -> None:
         has_deepep, kernels = True, "emulated"
         version = "moelab's stand-in on collectives: no measure of DeepEP"
     world.say(f"DeepEP: {version}")
-    here: tuple[Backend, ...] = ("standard", "deepep") if has_deepep else ("standard",)
     sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
     sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
-    chosen = [backend for backend in here if options.backends is None or backend in options.backends]
-    groups = plan(sizes, options.routings, chosen)
-    if "deepep" in chosen and options.sms:
+    here = [STANDARD, *(DEEPEP if has_deepep else ())]
+    arms = [arm for arm in here if options.backends is None or arm.backend in options.backends]
+    groups: list[Group] = [(size, routing, arms) for size in sizes for routing in options.routings]
+    if has_deepep and options.sms:
         swept = [ExchangeArm(backend="deepep", precision=one, sms=n) for n in options.sms for one in ("bf16", "fp8")]
-        groups.append(ArmGroup(size=sizes[0], routing=options.routings[0], arms=tuple(swept)))
-    how: dict[str, Any] = {"compiled": on_gpus and not options.eager, "repeats": options.repeats, "also": watch_parts}
-    report = run(groups, world, options.output, libraries={"deepep": version}, kernels=kernels, **how)
-    report["copies"] = measure_copies(world)
+        groups.append((sizes[0], options.routings[0], swept))
+    compiled = on_gpus and not options.eager
+    report = new_report(world, deepep=version, compiled=compiled)
+    report["copies"] = measure_copies(world)  # first: the sweep's figure needs it, of a run that is stopped, too
     world.say(f"copies: {report['copies']}")
-    if world.rank == 0:
-        write_json(options.output, report)
+    measure(groups, world, options.output, report, kernels=kernels, compiled=compiled, repeats=options.repeats)
     world.leave()
 
 

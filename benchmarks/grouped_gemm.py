@@ -26,7 +26,7 @@ import torch
 
 from moelab.errors import MoelabError
 from moelab.files import write_json
-from moelab.micro.clock import Marks
+from moelab.micro.clock import median_and_iqr
 from moelab.micro.grouped_gemm import (
     CASES,
     PRECISIONS,
@@ -36,15 +36,7 @@ from moelab.micro.grouped_gemm import (
     GroupedPrecision,
     parse_case,
 )
-from moelab.micro.grouped_gemm_run import (
-    Operands,
-    Spread,
-    error_text,
-    interleaved,
-    make_operands,
-    require_kernels,
-    run,
-)
+from moelab.micro.grouped_gemm_run import Operands, make_operands, require_kernels, run, take_turns, why_not
 
 QUICK = (CASES[0], CASES[5])
 COMPONENT_REPEATS = 8
@@ -53,14 +45,15 @@ PEAK_SIZE = 8192
 PEAK_REPEATS = 12
 
 
-def time_alone(call: Callable[[], object], device: torch.device, *, repeats: int) -> Spread:
-    """Time one call by itself."""
+def time_alone(call: Callable[[], object], device: torch.device, *, repeats: int) -> dict[str, float]:
+    """Time one call by itself: the columns of its times."""
+    median_us, iqr_us = median_and_iqr(take_turns({"alone": call}, device, repeats=repeats)["alone"])
+    return {"median_us": round(median_us, 3), "iqr_us": round(iqr_us, 3), "n_times": repeats}
 
-    def work(clock: Marks) -> None:
-        call()
-        clock.mark("work")
 
-    return interleaved({"alone": work}, device, repeats=repeats)["alone"]["total"]
+def error_text(error: Exception) -> str:
+    """An exception's type and first line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def measure_peaks(device: torch.device) -> dict[str, Any]:
@@ -86,7 +79,7 @@ def measure_peaks(device: torch.device) -> dict[str, Any]:
     for name, product in products.items():
         try:
             require_kernels(name)
-            took_us = time_alone(product, device, repeats=PEAK_REPEATS).median_us
+            took_us = time_alone(product, device, repeats=PEAK_REPEATS)["median_us"]
             peaks[f"{name}_tflops"] = round(2 * size**3 / took_us / 1e6, 3)
         except Exception as error:  # there are no kernels, or one fails, in any way
             peaks |= {f"{name}_tflops": None, f"{name}_error": error_text(error)[:200]}
@@ -107,9 +100,8 @@ def time_components(case: Case, precision: GroupedPrecision, device: torch.devic
     """Time each kernel of a precision by itself; a row for each."""
     operands = make_operands(case, device, block=ROW_BLOCK[precision])
     for part in components(operands, precision):
-        spread = time_alone(part.call, device, repeats=COMPONENT_REPEATS)
         row = {**vars(case), "precision": precision, "component": part.name, "pass": part.direction}
-        times = {"median_us": spread.median_us, "iqr_us": spread.iqr_us, "n_times": spread.n}
+        times = time_alone(part.call, device, repeats=COMPONENT_REPEATS)
         yield row | {"kind": part.kind, "size": part.size, **times}
 
 
@@ -230,18 +222,23 @@ def _mxfp8(x: Operands) -> Iterator[Component]:
     yield _gemm("wgrad", flops_of(x), lambda: scaled(gc.qdata, ac.qdata.transpose(-2, -1), gc_scale, ac_scale))
 
 
-def measure(cases: Sequence[Case], path: Path, precisions: Sequence[GroupedPrecision] | None, **how: bool) -> Any:
+def measure(
+    cases: Sequence[Case],
+    path: Path,
+    precisions: Sequence[GroupedPrecision],
+    *,
+    compiled: bool = True,
+    with_components: bool = True,
+) -> Any:
     """The experiment's file, with peaks and components."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with_components = how.pop("with_components", True)
-    content = run(cases, path, precisions=precisions, **how)
+    content = run(cases, path, precisions, compiled=compiled)
     content |= {"peaks": measure_peaks(device), "components": []}
     for row in content["rows"]:
         peak = content["peaks"].get(f"{row['precision'].partition('_')[0]}_tflops")
-        row["fraction_of_peak"] = round(row["tflops"] / peak, 4) if peak and "tflops" in row else None
-    timed = list(dict.fromkeys(row["precision"] for row in content["rows"] if not row.get("error")))
+        row["fraction_of_peak"] = round(row["tflops"] / peak, 4) if peak else None
     for case in cases if with_components else ():
-        for precision in timed:
+        for precision in precisions:
             try:
                 content["components"] += time_components(case, precision, device)
             except Exception as error:  # a kernel may fail in any way
@@ -266,11 +263,12 @@ def main() -> int:
     try:
         cases = [parse_case(text) for text in given.shapes] if given.shapes else QUICK if given.quick else CASES
         how = {"compiled": not given.no_compile, "with_components": not given.no_components}
-        result = measure(cases, given.output, given.precisions, **how)
+        precisions = given.precisions or [name for name in PRECISIONS if name == "bf16" or not why_not(name)]
+        result = measure(cases, given.output, precisions, **how)
     except MoelabError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    failed = [row["error"] for name in ("rows", "components") for row in result[name] if row.get("error")]
+    failed = [row["error"] for row in result["components"] if row.get("error")]
     print(f"{len(result['rows'])} rows, {len(failed)} errors: {given.output}", *failed, sep="\n")
     return 1 if failed else 0
 

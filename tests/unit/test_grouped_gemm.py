@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grouped_gemm import components, measure, time_alone
+from grouped_gemm import components, measure
 from hypothesis import given
 from hypothesis import strategies as st
 from torchao.prototype.moe_training import fp8_grouped_mm, kernels, mxfp8_grouped_mm
 
 from moelab.errors import BadInput
 from moelab.micro import grouped_gemm_run
-from moelab.micro.clock import Marks
+from moelab.micro.clock import Marks, median_and_iqr
 from moelab.micro.grouped_gemm import (
     DIRECTIONS,
     ROW_BLOCK,
@@ -32,7 +34,7 @@ from moelab.micro.grouped_gemm import (
     read_result,
     stored,
 )
-from moelab.micro.grouped_gemm_run import NoKernels, interleaved, make_operands, product_of, step, time_case
+from moelab.micro.grouped_gemm_run import NoKernels, make_operands, product_of, step, take_turns, time_case
 
 CPU = torch.device("cpu")
 SMALL = Case(m=96, n=32, k=64, groups=3, sizes="skewed")
@@ -88,9 +90,8 @@ def by_hand(a_MK: torch.Tensor, b_GNK: torch.Tensor, ends_G: torch.Tensor) -> to
 def test_a_step_and_the_components_of_bf16_are_the_three_products() -> None:
     operands, results = make_operands(SMALL, CPU, block=8), []
     for multiply, dtype in ((by_hand, torch.float64), (product_of("bf16"), torch.bfloat16)):
-        a, b = (x.to(dtype, copy=True).requires_grad_() for x in (operands.a_MK, operands.b_GNK))
-        output = multiply(a, b, operands.offsets_G)
-        results.append([output.detach(), *torch.autograd.grad(output, (a, b), operands.grad_MN.to(dtype))])
+        wide = {name: getattr(operands, name).to(dtype) for name in ("a_MK", "b_GNK", "grad_MN")}
+        results.append([result.detach() for result in step(multiply, replace(operands, **wide))])
     parts, flops = list(components(operands, "bf16")), 2 * len(operands.a_MK) * 64 * 32
     assert [(part.direction, part.size) for part in parts] == [(name, flops) for name in DIRECTIONS]
     for exact, ours, part in zip(*results, parts, strict=True):
@@ -162,7 +163,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
 @pytest.mark.parametrize("precision", ["fp8", "mxfp8"])
 def test_components_are_the_kernels_that_torchao_calls(calls: set[tuple[Any, ...]], precision: Any) -> None:
     operands = make_operands(SMALL, CPU, block=ROW_BLOCK[precision])
-    step(product_of(precision), operands)(Marks(CPU))
+    step(product_of(precision), operands)
     of_torchao = calls.copy()
     calls.clear()
     parts = list(components(operands, precision))
@@ -177,45 +178,42 @@ def test_components_are_the_kernels_that_torchao_calls(calls: set[tuple[Any, ...
 # Timing
 
 
-def test_alternatives_take_turns_parts_lie_between_marks_and_spread_is_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, now, firsts_us = [], [0.0], iter([7.0, 1.0, 4.0, 1.0, 5.0, 9.0] * 2)
+def test_precisions_take_turns_and_a_part_is_the_time_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, now = [], [0.0]
     monkeypatch.setattr(grouped_gemm_run, "WARM_UP", 1)
     monkeypatch.setattr("moelab.micro.clock.time.perf_counter", lambda: now[0])
 
-    def work(name: str) -> Callable[[Marks], None]:
-        def run(clock: Marks) -> None:
-            turns.append(name)
-            for part, us in (("first", next(firsts_us)), ("second", 2.0), ("first", 10.0)):
-                now[0] += us / 1e6
-                clock.mark(part)
+    def work(name: str, us: float) -> None:
+        turns.append(name)
+        now[0] += us / 1e6
 
-        return run
-
-    times = interleaved({"a": work("a"), "b": work("b")}, CPU, repeats=5)
-    time_alone(lambda: turns.append("alone"), CPU, repeats=2)
-    assert turns == ["a", "b"] * 6 + ["alone"] * 3
-    low, middle, high = np.quantile([4.0, 5.0, 7.0, 4.0, 5.0], [0.25, 0.5, 0.75])
-    spreads = {"first": (10 + middle, high - low, 5), "second": (2.0, 0.0, 5), "total": (12 + middle, high - low, 5)}
-    assert times["a"] == {part: pytest.approx(spread) for part, spread in spreads.items()}
+    times = take_turns({"a": partial(work, "a", 3.0), "b": partial(work, "b", 5.0)}, CPU, repeats=5)
+    assert turns == ["a", "b"] * 6
+    assert times == {"a": pytest.approx([3.0] * 5), "b": pytest.approx([5.0] * 5)}
+    clock = Marks(CPU)
+    clock.start()
+    for part, us in (("first", 7.0), ("second", 2.0), ("first", 10.0)):
+        now[0] += us / 1e6
+        clock.mark(part)
+    assert clock.parts_us() == {"first": pytest.approx(17.0), "second": pytest.approx(2.0)}
 
 
-def test_a_precision_that_fails_does_not_cost_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(precision: str) -> Callable[..., torch.Tensor]:
-        def fail(*_: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("no such kernel")
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=40))
+def test_the_spread_is_numpys(times: list[float]) -> None:
+    low, middle, high = np.quantile(times, [0.25, 0.5, 0.75])
+    assert median_and_iqr(times) == pytest.approx((middle, high - low), abs=1e-6)
 
-        return fail if precision == "fp8" else product_of("bf16")
 
-    monkeypatch.setattr(grouped_gemm_run, "product_of", broken)
-    monkeypatch.setattr(Marks, "parts_us", lambda _: {"forward": 0.001, "backward": 0.002})
-    monkeypatch.setattr(Marks, "total_us", lambda _: 0.003)
-    failed, *timed = time_case(SMALL, ["bf16", "fp8"], CPU, compiled=False)
-    assert (failed["precision"], failed["error"]) == ("fp8", "RuntimeError: no such kernel")
-    assert all(row["n_times"] >= grouped_gemm_run.MIN_REPEATS for row in timed)
-    # Real rows count as work, padded ones are noted.
-    padded, rate = sum(group_sizes(SMALL, block=8)), round(2 * 96 * 32 * 64 / 0.001 / 1e6, 2)
-    assert [[row[name] for name in ("precision", "pass", "m", "padded_m", "tflops")] for row in timed] == [
-        ["bf16", part, 96, padded, rate] for part in ("forward", "backward", "forward+backward")
+def test_real_rows_count_as_work_and_padded_ones_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_gemm_run, "product_of", lambda _: product_of("bf16"))
+    monkeypatch.setattr(Marks, "parts_us", lambda clock: {clock.marks[-1][0]: 0.003})
+    rate = round(3 * 2 * 96 * 32 * 64 / 0.003 / 1e6, 2)
+    assert [
+        [row[name] for name in ("precision", "pass", "m", "padded_m", "tflops")]
+        for row in time_case(SMALL, ["bf16", "fp8"], CPU, compiled=False)
+    ] == [
+        [name, "forward+backward", 96, sum(group_sizes(SMALL, block=block)), rate]
+        for name, block in (("bf16", 8), ("fp8", 16))
     ]
 
 
@@ -226,17 +224,16 @@ def test_a_run_writes_after_every_case_what_is_read_again(monkeypatch: pytest.Mo
 
     def time_one(*args: Any, **how: Any) -> Any:
         seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
-        yield {"precision": "fp8", "error": "no such kernel"}
-        yield from real(*args, **how)
+        return real(*args, **how)
 
     monkeypatch.setattr(grouped_gemm_run, "time_case", time_one)
     cases = [SMALL, parse_case("64,32,32,2")]
     content = measure(cases, path, ["bf16"], compiled=False)
-    assert seen == [0, 4]
+    assert seen == [0, 1]
     assert json.loads(path.read_text()) == content
     assert content["label"] == "dry run"  # on a CPU nothing is called measured
     rows = read_result(path).rows
-    assert [Case(**{name: row[name] for name in SHAPE}) for row in rows.to_dict("records")][::3] == cases
+    assert [Case(**{name: row[name] for name in SHAPE}) for row in rows.to_dict("records")] == cases
     # What the benchmark adds: no peak on a CPU, and the products one by one.
     assert content["peaks"]["bf16_error"].startswith("NoKernels: bf16 cannot be timed")
     assert [row["pass"] for row in content["components"]] == ["forward", "dgrad", "wgrad"] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,28 +51,19 @@ class Marks:
         if self.gpu:
             torch.cuda.synchronize()  # an event that was not reached yet has no time
         parts: dict[str, float] = {}
-        for index, (part, _) in enumerate(self.marks[1:]):
-            parts[part] = parts.get(part, 0.0) + self._between_us(index, index + 1)
+        for (_, begin), (part, end) in pairwise(self.marks):
+            # CUDA tells milliseconds, the host's clock seconds.
+            us = begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6
+            parts[part] = parts.get(part, 0.0) + us
         return parts
 
-    def total_us(self) -> float:
-        """Microseconds from the first mark to the last; waits for the device."""
-        if self.gpu:
-            torch.cuda.synchronize()
-        return self._between_us(0, -1)
 
-    def _between_us(self, first: int, last: int) -> float:
-        begin, end = self.marks[first][1], self.marks[last][1]
-        # CUDA tells milliseconds, the host's clock seconds.
-        return float(begin.elapsed_time(end) * 1e3 if self.gpu else (end - begin) * 1e6)
-
-
-def interquartile_range(times_us: Sequence[float]) -> float:
-    """Distance of the upper quartile from the lower, of at least two times.
+def median_and_iqr(times: Sequence[float]) -> tuple[float, float]:
+    """The median of at least two times, and the distance of the upper quartile from the lower.
 
     Example:
-        >>> interquartile_range([1.0, 2.0, 3.0, 4.0, 5.0])
-        2.0
+        >>> median_and_iqr([1.0, 2.0, 3.0, 4.0, 5.0])
+        (3.0, 2.0)
     """
-    low, _, high = statistics.quantiles(times_us, n=4, method="inclusive")
-    return high - low
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return middle, high - low

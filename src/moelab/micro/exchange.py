@@ -11,8 +11,7 @@ Bytes are counted from the experts that were drawn, and only those that leave a 
 sends a copy of a token for each of its experts, DeepEP one for each *rank* of its experts. Payload is counted, data and
 scales; expert ids, scores and counts are some 1 % more at hidden 7168.
 
-To start it: ``torchrun --nproc-per-node 2 -m moelab.micro.exchange --output FILE.json``. An arm that fails is left out
-on all ranks and its error becomes its row.
+To start it: ``torchrun --nproc-per-node 2 -m moelab.micro.exchange --output FILE.json``.
 
 Shape suffixes: T tokens of this rank, K experts a token, R rows received (a copy for each local expert), D hidden, E
 experts, e local experts, P ranks.
@@ -25,45 +24,45 @@ import importlib
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from moelab.deepep import ops
 from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import BadInput, MoelabError
 from moelab.files import write_json
 from moelab.machine import environment
-from moelab.micro.clock import Marks, interquartile_range
+from moelab.micro.clock import Marks, median_and_iqr
 from moelab.model import DispatchPrecision, shape_of
 from moelab.mxfp8.experts import QuantisedRows
 from moelab.mxfp8.quantise import expand
 from moelab.titan.routing import draw_experts
 
 Backend = Literal["standard", "deepep"]
-Operation = Literal["dispatch", "combine", "combine_backward", "dispatch_backward"]
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 ROUTINGS = ("random_balanced", "round_robin", "skewed")
 SKEW = 0.7
 """Popularity of the r-th most popular expert is r to the power of minus this."""
 ALIGNMENT = 128
 """Rows of an expert are padded to this multiple by moelab's dispatcher; the largest that MXFP8 kernels ask for."""
-COLLECTIVE_TIMEOUT_S, CONTROL_TIMEOUT_S = 150, 300  # a collective that hangs ends first, and ranks agree on its error
-WARM_UP = 2
+TIMEOUT_S = 150
+WARM_UP, REPEATS = 2, 10
 TOLERANCE = {"bf16": 0.02, "fp8": 0.06, "mxfp8": 0.06}
 """Relative error (2-norm) of a round trip that is still rounding: BF16 has 8 bits, E4M3 has 4, and both add up."""
-Result = TypeVar("Result")
 
 
-class ArmFailed(MoelabError):
-    """An arm does not run here, or does not move tokens right."""
+class RoundTripFailed(MoelabError):
+    """A dispatcher does not bring tokens home as it should."""
 
 
 # What is measured
@@ -104,38 +103,14 @@ class ExchangeArm:
     sms: int = 0  # streaming multiprocessors that DeepEP may use; 0 takes as many as training does
 
     @property
-    def layout(self) -> str:
-        """``expanded`` if the library delivers rows by expert, padded; ``dense`` if PyTorch sorts them."""
-        return "expanded" if self.backend == "deepep" else "dense"
-
-    @property
     def name(self) -> str:
-        """Such as ``deepep fp8 expanded, 24 SMs``."""
-        layout = f" {self.layout}" if self.backend == "deepep" else ""
+        """Such as ``deepep fp8 expanded, 24 SMs``: *expanded* rows arrive by expert, padded."""
+        layout = " expanded" if self.backend == "deepep" else ""
         return f"{self.backend} {self.precision}{layout}" + (f", {self.sms} SMs" if self.sms else "")
 
-    @property
-    def operations(self) -> tuple[Operation, ...]:
-        """What is timed: after the dispatch, 8-bit arms do what the BF16 arm does."""
-        return OPERATIONS if self.precision == "bf16" else ("dispatch",)
 
-
-@dataclass(frozen=True, kw_only=True)
-class ArmGroup:
-    """Arms that take turns at one size under one routing."""
-
-    size: Size
-    routing: str
-    arms: tuple[ExchangeArm, ...]
-
-
-def plan(sizes: Sequence[Size], routings: Sequence[str], backends: Sequence[Backend]) -> list[ArmGroup]:
-    """Every size under every routing; DeepEP's dispatch in each precision."""
-    arms = [ExchangeArm(backend="standard")] if "standard" in backends else []
-    if "deepep" in backends:
-        precisions: tuple[DispatchPrecision, ...] = ("bf16", "fp8", "mxfp8")
-        arms += [ExchangeArm(backend="deepep", precision=precision) for precision in precisions]
-    return [ArmGroup(size=size, routing=routing, arms=tuple(arms)) for size in sizes for routing in routings if arms]
+STANDARD = ExchangeArm(backend="standard")
+DEEPEP = tuple(ExchangeArm(backend="deepep", precision=precision) for precision in ("bf16", "fp8", "mxfp8"))
 
 
 def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device) -> torch.Tensor:
@@ -161,21 +136,20 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device)
     raise BadInput(f"there is no routing {routing!r}; the routings are {', '.join(ROUTINGS)}")
 
 
-def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int) -> dict[str, list[int]]:
+def rows_to_ranks(ids_TK: torch.Tensor, *, experts: int, ranks: int, once: bool) -> list[int]:
     """Rows that this rank's tokens send to each rank, itself included; rank ``p`` holds the ``p``-th part of experts.
 
-    Returns:
-        ``copies`` with one for each expert of a token, ``once`` with one for each rank of a token's experts.
+    A token is sent for each of its experts, or ``once`` to each rank that has any of them.
 
     Example:
-        >>> rows_to_ranks(torch.tensor([[0, 1], [1, 2]]), experts=4, ranks=2)
-        {'copies': [3, 1], 'once': [2, 1]}
+        >>> [rows_to_ranks(torch.tensor([[0, 1], [1, 2]]), experts=4, ranks=2, once=once) for once in (False, True)]
+        [[3, 1], [2, 1]]
     """
     rank_TK = ids_TK // (experts // ranks)
-    copies_P = torch.bincount(rank_TK.flatten(), minlength=ranks)
-    reached_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
-    once_P = reached_TP.scatter_(1, rank_TK, 1).sum(dim=0)
-    return {"copies": copies_P.tolist(), "once": once_P.tolist()}
+    copies_TP = torch.zeros((ids_TK.shape[0], ranks), dtype=torch.int64, device=ids_TK.device)
+    copies_TP.scatter_add_(1, rank_TK, torch.ones_like(rank_TK))
+    rows_P: list[int] = (copies_TP.clamp(max=1) if once else copies_TP).sum(dim=0).tolist()
+    return rows_P
 
 
 def row_bytes(hidden: int, precision: DispatchPrecision) -> int:
@@ -209,34 +183,27 @@ def traffic(sent_PP: Sequence[Sequence[int]], *, hidden: int, precision: Dispatc
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among the ranks: ``group`` moves tokens, ``control`` (gloo) agrees on what to do next."""
+    """This process among the ranks."""
 
     device: torch.device
     group: dist.ProcessGroup
-    control: dist.ProcessGroup
-    rank: int
-    ranks: int
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.group.size()
 
     def everywhere(self, mine: Any) -> list[Any]:
         """A value of every rank."""
         values: list[Any] = [None] * self.ranks
-        # Plain data alone: gloo does not ask who connects, and a pickle could run anything.
-        dist.all_gather_object(values, mine, group=self.control, weights_only=True)
+        # Plain data alone: the network does not ask who connects, and a pickle could run anything.
+        dist.all_gather_object(values, mine, group=self.group, weights_only=True)
         return values
-
-    def together(self, call: Callable[[], Result]) -> Result:
-        """Do one step on all ranks; if it fails on one, :class:`ArmFailed` is raised on all, with the first error."""
-        problem = result = None
-        try:
-            result = call()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()  # kernels fail late
-        except Exception as failure:  # whatever a library raises belongs in the row of its arm
-            problem = f"rank {self.rank}: {type(failure).__name__}: {failure}"[:500]
-        problems = [one for one in self.everywhere(problem) if one]
-        if problems:
-            raise ArmFailed(problems[0])
-        return cast(Result, result)
 
     def meet(self) -> None:
         """Wait for the other ranks: on a GPU the streams do, and not the hosts."""
@@ -253,36 +220,25 @@ class World:
     def leave(self) -> None:
         """Close the buffers and end the process group. All ranks call it together."""
         close_exchanges()
-        dist.barrier(group=self.control)
+        dist.barrier(group=self.group)
         dist.destroy_process_group()
 
 
-def open_world(device: str, *, init_method: str | None = None, rank: int = -1, ranks: int = -1) -> World:
-    """Join the process group, by torchrun's variables or as the arguments say."""
-    from torchtitan.distributed.utils import set_spmd_backend
-
-    here = torch.device("cpu")
+def open_world(device: str, **how: Any) -> World:
+    """Join the process group, by torchrun's variables or as ``init_process_group`` is told."""
+    here = torch.device(device)
     if device == "cuda":
-        here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", max(rank, 0))))
+        here = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(here)
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # some small kernels need no pool of processes
+        how["device_id"] = here
     else:
         torch.set_num_threads(1)  # both ranks share the processor
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        device_id=here if device == "cuda" else None,
-    )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CONTROL_TIMEOUT_S))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=TIMEOUT_S), **how)
     assert dist.group.WORLD is not None
     # What is not compiled sends by ``spmd_types`` in TorchTitan's other backend, which needs the mesh of a model.
     set_spmd_backend("partial_dtensor")
-    return World(
-        device=here, group=dist.group.WORLD, control=control, rank=dist.get_rank(), ranks=dist.get_world_size()
-    )
+    return World(device=here, group=dist.group.WORLD)
 
 
 def find_deepep(device: str) -> tuple[bool, str]:
@@ -300,42 +256,40 @@ def find_deepep(device: str) -> tuple[bool, str]:
 # A layer's exchange
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """One rank's input: activations ``(T, D)`` BF16, expert ids ``(T, K)`` int64, scores ``(T, K)`` FP32."""
-
-    x_TD: torch.Tensor
-    ids_TK: torch.Tensor
-    scores_TK: torch.Tensor
-
-
-def make_tokens(size: Size, routing: str, world: World) -> Tokens:
-    """Random activations and scores; experts as the routing chooses them."""
-    generator = torch.Generator(device=world.device).manual_seed(world.rank)
-    ids_TK = choose_experts(routing, size, rank=world.rank, device=world.device)
-    x_TD = torch.randn((size.tokens, size.hidden), generator=generator, device=world.device).to(torch.bfloat16)
-    scores_TK = torch.rand((size.tokens, size.top_k), generator=generator, device=world.device) + 0.1
-    scores_TK /= scores_TK.sum(dim=-1, keepdim=True)
-    return Tokens(x_TD=x_TD, ids_TK=ids_TK, scores_TK=scores_TK)
-
-
 class Layer:
-    """An arm's dispatcher and the four operations of one layer, in the order of :data:`OPERATIONS`."""
+    """An arm's dispatcher, this rank's tokens, and the four operations of one layer.
+
+    The autograd graph is cut where the experts would stand, at the rows and at the scores, so that the gradients of
+    combine and of dispatch are two operations.
+    """
 
     def __init__(
-        self, arm: ExchangeArm, size: Size, tokens: Tokens, world: World, *, kernels: EPKernels, compiled: bool
+        self,
+        arm: ExchangeArm,
+        size: Size,
+        routing: str,
+        world: World,
+        *,
+        kernels: EPKernels = "native",
+        compiled: bool = False,
     ) -> None:
-        from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-
+        self.arm, self.size, self.routing = arm, size, routing
+        random: dict[str, Any] = {
+            "generator": torch.Generator(device=world.device).manual_seed(world.rank),
+            "device": world.device,
+        }
+        self.ids_TK = choose_experts(routing, size, rank=world.rank, device=world.device)
+        self.x_TD = torch.randn((size.tokens, size.hidden), **random).to(torch.bfloat16).requires_grad_()
+        scores_TK = torch.rand((size.tokens, size.top_k), **random) + 0.1
+        self.scores_TK = (scores_TK / scores_TK.sum(dim=-1, keepdim=True)).requires_grad_()
+        self._counts_E = torch.bincount(self.ids_TK.flatten(), minlength=size.experts)  # the router has them
         layer: dict[str, Any] = {"num_experts": size.experts, "top_k": size.top_k}
         config: Any = AllToAllTokenDispatcher.Config(**layer)
         if arm.backend == "deepep":
-            room: dict[str, Any] = {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens}
-            config = PaddedDispatcher.Config(
-                **layer, **room, alignment=ALIGNMENT, kernels=kernels, num_sms=arm.sms, precision=arm.precision
-            )
-        self.arm, self.tokens = arm, tokens
+            layer |= {"hidden_dim": size.hidden, "num_max_tokens_per_rank": size.tokens, "alignment": ALIGNMENT}
+            config = PaddedDispatcher.Config(**layer, kernels=kernels, num_sms=arm.sms, precision=arm.precision)
         self.experts_apply_scores = arm.backend == "deepep"  # TorchTitan multiplies by them at home, in combine
+        self._name_of_scores = "scores_R" if self.experts_apply_scores else "topk_scores_experts_sorted_N"
         self.dispatcher: Any = config.build()
         self.dispatcher.wire_meshes(
             ep_mesh=DeviceMesh.from_group(world.group, world.device.type, mesh_dim_names=("ep",))
@@ -347,9 +301,6 @@ class Layer:
             self._dispatch, self._combine = (
                 torch.compile(call, fullgraph=True) for call in (self._dispatch, self._combine)
             )
-        self._x_TD = tokens.x_TD.detach().requires_grad_()
-        self._scores_TK = tokens.scores_TK.detach().requires_grad_()
-        self._counts_E = torch.bincount(tokens.ids_TK.flatten(), minlength=size.experts)  # the router has them
 
     @property
     def sms(self) -> int | None:
@@ -359,228 +310,178 @@ class Layer:
     @property
     def scores(self) -> torch.Tensor:
         """The scores that came with the rows, or wait at home for combine: one for each row there, ``(R,)``."""
-        return self._state.scores_R if self.experts_apply_scores else self._state.topk_scores_experts_sorted_N
+        scores: torch.Tensor = getattr(self.state, self._name_of_scores)
+        return scores
 
     def rows_RD(self) -> torch.Tensor:
         """Rows at the experts in BF16, expanded where they came in 8 bits; padding is zero."""
-        if self._quantised is None:
-            return self._rows_RD.detach()
-        assert self.arm.precision != "bf16"
-        return expand(self._quantised.data_RD, self._quantised.scales_RS, self.arm.precision)
-
-    def received(self) -> list[int]:
-        """Rows that arrived from each rank, by the library's own count."""
-        if self.arm.backend == "standard":
-            return list(self._state.output_splits)
-        ends_P = self._state.handle[ops.HANDLE_TENSORS.index("psum_num_recv_tokens_per_scaleup_rank")]
-        counts: list[int] = torch.diff(ends_P, prepend=ends_P.new_zeros(1)).tolist()
-        return counts
+        if isinstance(self._rows, QuantisedRows):
+            assert self.arm.precision != "bf16"
+            return expand(self._rows.data_RD, self._rows.scales_RS, self.arm.precision)
+        return self._rows.detach()
 
     def dispatch(self) -> None:
         """Send the tokens to their experts."""
-        # The state is the dispatcher's own metadata: of another type for each, which the properties above know.
-        rows, self.counts_e, self._state = self._dispatch(
-            self._x_TD, self._scores_TK, self.tokens.ids_TK, self._counts_E
-        )
-        self._quantised = rows if isinstance(rows, QuantisedRows) else None
-        self._rows_RD = rows.place_RD if isinstance(rows, QuantisedRows) else rows
+        # The state is the dispatcher's own metadata, of another type for each.
+        self._rows, self.counts_e, self.state = self._dispatch(self.x_TD, self.scores_TK, self.ids_TK, self._counts_E)
 
     def combine(self, outputs_RD: torch.Tensor) -> None:
         """Return the experts' outputs and add those of each token."""
-        self._outputs_RD = outputs_RD.detach().requires_grad_()
-        # The graph is cut at the scores, too: the gradients of combine and of dispatch are two operations.
-        self._own_scores = self.scores.detach().requires_grad_()
-        state = self._state
-        if not self.experts_apply_scores:
-            state = replace(state, topk_scores_experts_sorted_N=self._own_scores)
-        self.out_TD: torch.Tensor = self._combine(self._outputs_RD, state, self.tokens.x_TD)
+        self._cut = outputs_RD.detach().requires_grad_(), self.scores.detach().requires_grad_()
+        state = replace(self.state, **{self._name_of_scores: self._cut[1]})
+        self.out_TD: torch.Tensor = self._combine(self._cut[0], state, self.x_TD.detach())
 
-    def combine_backward(self, grad_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def combine_backward(self, grad_TD: torch.Tensor) -> None:
         """Gradients of the experts' outputs ``(R, D)``, and of the scores where combine applied them, else zeros."""
-        if self.experts_apply_scores:
-            (grad_RD,) = torch.autograd.grad(self.out_TD, self._outputs_RD, grad_TD)
-            return grad_RD, torch.zeros_like(self.scores)
-        grad_RD, grad_scores = torch.autograd.grad(self.out_TD, (self._outputs_RD, self._own_scores), grad_TD)
-        return grad_RD, grad_scores
+        self.gradients = torch.autograd.grad(self.out_TD, self._cut, grad_TD, materialize_grads=True)
 
     def dispatch_backward(self, grad_RD: torch.Tensor, grad_scores: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gradients of the tokens ``(T, D)`` and of their scores ``(T, K)``."""
-        outputs, inputs = (self._rows_RD, self.scores), (self._x_TD, self._scores_TK)
-        return torch.autograd.grad(outputs, inputs, (grad_RD, grad_scores))
+        rows_RD = self._rows.place_RD if isinstance(self._rows, QuantisedRows) else self._rows
+        return torch.autograd.grad((rows_RD, self.scores), (self.x_TD, self.scores_TK), (grad_RD, grad_scores))
+
+    def turn(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """The operations to time, in their order, each with its name; call each before the next is taken."""
+        self.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
+        yield "dispatch", self.dispatch
+        if self.arm.precision != "bf16":  # after the dispatch, 8-bit arms do what the BF16 arm does
+            return
+        # Experts and their gradients would come between: what arrived stands for what they make of it.
+        yield "combine", partial(self.combine, self.rows_RD())
+        yield "combine_backward", partial(self.combine_backward, self.x_TD.detach().flip(0))
+        yield "dispatch_backward", partial(self.dispatch_backward, *self.gradients)
 
 
-def round_trip(layer: Layer, size: Size, world: World) -> float:
+def round_trip(layer: Layer, world: World) -> float:
     """The largest relative error of a forward and backward through experts that each multiply by their own number.
 
-    All ranks call it together; if a step fails on one, :class:`ArmFailed` is raised on all.
+    All ranks call it together; if it is more than rounding on one, :class:`RoundTripFailed` is raised on all.
     """
-    tokens, grad_TD = layer.tokens, layer.tokens.x_TD.flip(0)
-    factor_E = 1 + torch.arange(size.experts, device=world.device) / size.experts
-    world.together(layer.dispatch)
+    x_TD, scores_TK = layer.x_TD.detach(), layer.scores_TK.detach()
+    grad_TD = x_TD.flip(0)
+    factor_E = 1 + torch.arange(layer.size.experts, device=world.device) / layer.size.experts
+    layer.dispatch()
     rows_RD = layer.rows_RD()
     # A factor for each expert, so that a row at the wrong one shows.
     local_e = factor_E.view(world.ranks, -1)[world.rank]
     factor_R1 = local_e.repeat_interleave(layer.counts_e.to(world.device)).unsqueeze(-1)
     weight_R1 = factor_R1 * layer.scores.detach().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
-    world.together(lambda: layer.combine((rows_RD.float() * weight_R1).to(rows_RD.dtype)))
-    grad_RD, grad_scores = world.together(lambda: layer.combine_backward(grad_TD))
+    layer.combine((rows_RD.float() * weight_R1).to(rows_RD.dtype))
+    layer.combine_backward(grad_TD)
+    grad_RD, grad_scores = layer.gradients
     if layer.experts_apply_scores:
         grad_scores = (grad_RD.float() * rows_RD.float() * factor_R1).sum(dim=-1)
-    grad_RD = (grad_RD.float() * weight_R1).to(rows_RD.dtype)
-    x_grad_TD, scores_grad_TK = world.together(lambda: layer.dispatch_backward(grad_RD, grad_scores))
-    factor_TK = factor_E[tokens.ids_TK]
-    expected_T1 = (tokens.scores_TK * factor_TK).sum(dim=-1, keepdim=True)
-    expected_TK = factor_TK * (tokens.x_TD.float() * grad_TD.float()).sum(dim=-1, keepdim=True)
+    x_grad_TD, scores_grad_TK = layer.dispatch_backward((grad_RD.float() * weight_R1).to(rows_RD.dtype), grad_scores)
+    factor_TK = factor_E[layer.ids_TK]
+    expected_T1 = (scores_TK * factor_TK).sum(dim=-1, keepdim=True)
     pairs = (
-        (layer.out_TD.detach(), tokens.x_TD * expected_T1),
+        (layer.out_TD.detach(), x_TD * expected_T1),
         (x_grad_TD, grad_TD * expected_T1),
-        (scores_grad_TK, expected_TK),
+        (scores_grad_TK, factor_TK * (x_TD.float() * grad_TD.float()).sum(dim=-1, keepdim=True)),
     )
-    return max(float((result.float() - expected).norm() / expected.norm()) for result, expected in pairs)
+    mine = [float((result.float() - expected).norm() / expected.norm()) for result, expected in pairs]
+    errors = [error for of_rank in world.everywhere(mine) for error in of_rank]
+    allowed = TOLERANCE[layer.arm.precision]
+    if not all(error < allowed for error in errors):  # NaN is wrong, too
+        told = ", ".join(f"{error:.3g}" for error in errors)
+        raise RoundTripFailed(f"{layer.arm.name} does not bring tokens home: relative errors {told}, allowed {allowed}")
+    return max(errors)
 
 
 # Time
 
-Columns = Callable[[Sequence[Layer], World, int], Mapping[tuple[str, str], Mapping[str, Any]]]
-"""Measures more of the layers in so many turns: further columns of a row, by arm and operation."""
+
+def ready_layers(size: Size, routing: str, arms: Sequence[ExchangeArm], world: World, **how: Any) -> list[Layer]:
+    """The arms' layers, each checked by a round trip, with room in the buffers for this size alone, as in training."""
+    close_exchanges()
+    layers = []
+    for arm in arms:
+        layers.append(Layer(arm, size, routing, world, **how))
+        round_trip(layers[-1], world)
+    return layers
 
 
-def one_turn(layer: Layer, do: Callable[..., Any]) -> None:
-    """Do the operations of a layer in their order, by ``do(operation, *inputs)``, which calls each and returns it."""
-    layer.dispatcher.init_buffer()  # the buffer is shared: its SM count becomes this arm's
-    do("dispatch")
-    if layer.arm.operations == ("dispatch",):
-        return
-    # Experts and their gradients would come between: what arrived stands for what they make of it.
-    do("combine", layer.rows_RD())
-    gradients = do("combine_backward", layer.tokens.x_TD.flip(0))
-    do("dispatch_backward", *gradients)
-
-
-def take_turns(layers: Sequence[Layer], world: World, repeats: int) -> dict[tuple[str, str], list[float]]:
-    """Time the operations of every arm, arm after arm in each turn: µs of each turn, by arm and operation."""
+def time_layers(layers: Sequence[Layer], world: World, *, repeats: int = REPEATS) -> list[dict[str, Any]]:
+    """Time the operations of layers that take turns; the rows of the file, the same on all ranks."""
     times_us: dict[tuple[str, str], list[float]] = {}
+    sms = {}
     clock = Marks(world.device)
     for turn in range(WARM_UP + repeats):
         for layer in layers:
-
-            def timed(operation: Operation, *inputs: torch.Tensor, layer: Layer = layer, turn: int = turn) -> Any:
+            for operation, call in layer.turn():
                 clock.start(world.meet)
-                result = getattr(layer, operation)(*inputs)
+                call()
                 clock.mark(operation)
                 if turn >= WARM_UP:
-                    times_us.setdefault((layer.arm.name, operation), []).append(clock.total_us())
-                return result
-
-            one_turn(layer, timed)
-    return times_us
-
-
-def time_group(
-    group: ArmGroup, world: World, *, kernels: EPKernels, compiled: bool, repeats: int, also: Columns | None
-) -> list[dict[str, Any]]:
-    """Check and time the arms of a group; all ranks call it together and get the same rows of the file."""
-    size, tokens = group.size, make_tokens(group.size, group.routing, world)
-    sent = world.everywhere(rows_to_ranks(tokens.ids_TK, experts=size.experts, ranks=world.ranks))
-    shared = {**asdict(size), "size": size.name, "ranks": world.ranks, "routing": group.routing}
-    del shared["name"]
-    rows: list[dict[str, Any]] = []
-    ready: list[tuple[Layer, list[list[int]], dict[str, Any]]] = []
-    for arm in group.arms:
-        columns = shared | {"arm": arm.name, "backend": arm.backend, "precision": arm.precision, "layout": arm.layout}
-        sent_PP = [one["copies" if arm.backend == "standard" else "once"] for one in sent]
-        try:
-            layer = world.together(
-                lambda arm=arm: Layer(arm, size, tokens, world, kernels=kernels, compiled=compiled)  # type: ignore[misc]
-            )
-            check(layer, size, sent_PP, world)
-        except ArmFailed as failure:
-            rows.append({**columns, "error": str(failure)})
-            world.say(f"  {arm.name}: {failure}")
-        else:
-            chosen = {"sms": layer.sms, "sms_chosen_by": "caller" if arm.sms else "library"}
-            ready.append((layer, sent_PP, columns | chosen))
-    layers = [layer for layer, *_ in ready]
-    times_us = take_turns(layers, world, repeats)
-    more = also(layers, world, repeats) if also else {}
-    for layer, sent_PP, columns in ready:
-        for operation in layer.arm.operations:
+                    times_us.setdefault((layer.arm.name, operation), []).append(clock.parts_us()[operation])
+            sms[layer.arm.name] = layer.sms
+    times_of_ranks = world.everywhere(times_us)
+    rows = []
+    for layer in layers:
+        arm, size, deepep = layer.arm, layer.size, layer.arm.backend == "deepep"
+        sent_PP = world.everywhere(rows_to_ranks(layer.ids_TK, experts=size.experts, ranks=world.ranks, once=deepep))
+        for operation in (name for of_arm, name in times_us if of_arm == arm.name):
             # An operation takes as long as on its slowest rank, which is another one in each turn.
-            slowest_us = list(map(max, *world.everywhere(times_us[layer.arm.name, operation])))
-            precision = layer.arm.precision if operation == "dispatch" else "bf16"
+            turns = zip(*(times[arm.name, operation] for times in times_of_ranks), strict=True)
+            median_us, iqr_us = median_and_iqr([max(turn_us) for turn_us in turns])
+            precision = arm.precision if operation == "dispatch" else "bf16"
             row = {
-                **columns,
+                "size": size.name,
+                "hidden": size.hidden,
+                "top_k": size.top_k,
+                "experts": size.experts,
+                "tokens": size.tokens,
+                "ranks": world.ranks,
+                "routing": layer.routing,
+                "arm": arm.name,
+                "backend": arm.backend,
+                "precision": arm.precision,
+                "layout": "expanded" if deepep else "dense",
+                "sms": sms[arm.name],
+                "sms_chosen_by": "caller" if arm.sms else "library",
                 "operation": operation,
-                "us_median": round(statistics.median(slowest_us), 2),
-                "us_iqr": round(interquartile_range(slowest_us), 2),
+                "us_median": round(median_us, 2),
+                "us_iqr": round(iqr_us, 2),
                 "repeats": repeats,
-                **traffic(sent_PP, hidden=size.hidden, precision=precision),
-                **more.get((layer.arm.name, operation), {}),
-                "error": None,
             }
-            rows.append(row)
+            rows.append(row | traffic(sent_PP, hidden=size.hidden, precision=precision))
     return rows
 
 
-def check(layer: Layer, size: Size, sent_PP: list[list[int]], world: World) -> None:
-    """Raise :class:`ArmFailed` on all ranks for a layer that loses or changes tokens on one."""
-    error, allowed = max(world.everywhere(round_trip(layer, size, world))), TOLERANCE[layer.arm.precision]
-    if not error < allowed:  # NaN is wrong, too
-        raise ArmFailed(f"the round trip is wrong: relative error {error:.3g}, allowed {allowed}")
-    received, expected = layer.received(), [row[world.rank] for row in sent_PP]
-    if not all(world.everywhere(received == expected)):
-        raise ArmFailed(f"rows from each rank: {received} by the library, {expected} by the routing")
-
-
-def run(
-    groups: Sequence[ArmGroup],
-    world: World,
-    output: Path,
-    *,
-    libraries: dict[str, str],
-    kernels: EPKernels = "native",
-    compiled: bool = False,
-    repeats: int = 10,
-    also: Columns | None = None,
-) -> dict[str, Any]:
-    """Time every group in their order, and write the file after each from the first rank; returns what it has."""
+def new_report(world: World, *, deepep: str, compiled: bool) -> dict[str, Any]:
+    """What the file says beside its ``rows``; ``deepep`` is the library's version, or why it is not there."""
     here = environment()
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if world.device.type == "cuda" else None
-    report: dict[str, Any] = {
+    return {
         "label": "measured",
         "what": "dispatch and combine, forward and backward, of each way to move tokens between expert-parallel ranks",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "device": "GPUs over NCCL" if nccl else "CPU processes over gloo: a test of the method, no measure of a GPU",
         "compiled": compiled,
         "environment": {name: here[name] for name in ("moelab", "python", "packages", "processor", "cores", "gpus")},
-        "libraries": {"nccl_loaded": nccl, **libraries},
+        "libraries": {"nccl_loaded": nccl, "deepep": deepep},
         "ranks": world.ranks,
         "rows": [],
     }
-    size = None
-    for group in groups:
-        if group.size != size:
-            close_exchanges()  # a training run's buffer is made for one size
-            size = group.size
-        world.say(f"{group.size.name}, {group.routing}")
-        report["rows"] += time_group(group, world, kernels=kernels, compiled=compiled, repeats=repeats, also=also)
-        if world.rank == 0:
-            write_json(output, report)
-    close_exchanges()
-    return report
 
 
 def main() -> None:
     """Measure what this machine has."""
     parser = argparse.ArgumentParser(description="Time dispatch and combine of every way to move tokens.")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file, written after each group of arms")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
     on_gpus = options.device == "cuda"
     world = open_world(options.device)
     has_deepep, version = find_deepep(options.device)
-    groups = plan(SIZES if on_gpus else [SMALL], ROUTINGS, ["standard", "deepep"] if has_deepep else ["standard"])
-    run(groups, world, options.output, libraries={"deepep": version}, compiled=on_gpus)
+    report = new_report(world, deepep=version, compiled=on_gpus)
+    for size in SIZES if on_gpus else [SMALL]:
+        for routing in ROUTINGS:
+            world.say(f"{size.name}, {routing}")
+            arms = (STANDARD, *DEEPEP) if has_deepep else (STANDARD,)
+            report["rows"] += time_layers(ready_layers(size, routing, arms, world, compiled=on_gpus), world)
+    if world.rank == 0:
+        write_json(options.output, report)
     world.leave()
 
 

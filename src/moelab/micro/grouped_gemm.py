@@ -114,16 +114,6 @@ def parse_case(text: str) -> Case:
     return Case(m=m, n=n, k=k, groups=groups, sizes=sizes)  # type: ignore[arg-type]  # checked by Case
 
 
-def require_divisible(case: Case, precision: GroupedPrecision) -> None:
-    """Refuse dimensions that the kernels of a precision cannot take: :class:`BadInput` names the nearest valid one."""
-    block = FEATURE_BLOCK[precision]
-    # N counts as K does: backward sums over it.
-    for name, value in (("k", case.k), ("n", case.n)):
-        if value % block:
-            nearest = max(1, round(value / block)) * block
-            raise BadInput(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
-
-
 def group_sizes(case: Case, *, block: int = 1) -> tuple[int, ...]:
     """Rows of each group, padded up to a multiple of ``block``; every block pads the same draw.
 
@@ -187,7 +177,7 @@ def obtain(
 
     cases = [parse_case(text.strip()) for text in shapes.split(";")] if shapes else CASES
     file = Path(path or "outputs/grouped_gemm.json")
-    run(cases, file, precisions=("bf16", precision))
+    run(cases, file, ("bf16", precision))
     return read_result(file)
 
 
@@ -204,10 +194,7 @@ def read_result(path: Path | str) -> GroupedGemmResult:
         content = read_json(Path(path))
         if content["schema"] != SCHEMA:
             raise BadInput(f"{path} has schema {content['schema']}; this version reads schema {SCHEMA}")
-        rows = pd.DataFrame([row for row in content["rows"] or () if not row.get("error")])
-        if rows.empty:
-            raise BadInput(f"{path} has no rows: nothing was timed")
-        rows = rows.astype(dict.fromkeys(("median_us", "iqr_us", "tflops"), float))
+        rows = pd.DataFrame(content["rows"]).astype(dict.fromkeys(("median_us", "iqr_us", "tflops"), float))
         packages = content["versions"]
         versions = [f"{name} {packages[name]}" for name in ("torch", "torchao") if packages.get(name)]
         stamp = f"{content['label']} on {content['hardware']['gpu']}, {', '.join([content['date'], *versions])}"

@@ -4,7 +4,7 @@ Each precision is timed as TorchTitan would run it: torchao's differentiable fun
 cast anew in every step. Emulation is not timed: it has the numerics of MXFP8 at more than the cost of BF16, so its time
 says nothing about the format.
 
-Times are medians of alternatives that take turns, A B A B …: a GPU that heats up or lowers its clock does so for all of
+Times are medians of precisions that take turns, A B A B …: a GPU that heats up or lowers its clock does so for all of
 them. Two differences from torchao's own benchmark (``benchmarks/prototype/moe_training/
 benchmark_scaled_grouped_mm_dq.py``): there is no loss, and gradients are returned, not added to those of the step
 before. Both cost memory traffic that is the same in all precisions and brings their ratio nearer to 1.
@@ -13,34 +13,26 @@ before. Both cost memory traffic that is the same in all precisions and brings t
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from moelab.errors import Refused
+from moelab.errors import BadInput, Refused
 from moelab.files import write_json
 from moelab.hardware import has_grouped_fp8
 from moelab.machine import environment
-from moelab.micro.clock import Marks, interquartile_range
-from moelab.micro.grouped_gemm import (
-    PRECISIONS,
-    ROW_BLOCK,
-    SCHEMA,
-    SEED,
-    Case,
-    GroupedPrecision,
-    group_sizes,
-    require_divisible,
-)
+from moelab.micro.clock import Marks, median_and_iqr
+from moelab.micro.grouped_gemm import FEATURE_BLOCK, ROW_BLOCK, SCHEMA, SEED, Case, GroupedPrecision, group_sizes
 from moelab.mxfp8.kernels import why_not_native
 
-WARM_UP, MIN_REPEATS, MAX_REPEATS, SECONDS_PER_CASE = 2, 8, 30, 0.8
+WARM_UP, REPEATS = 2, 20
+Name = TypeVar("Name", bound=str)
 
 
 class NoKernels(Refused):
@@ -71,52 +63,14 @@ def require_kernels(precision: GroupedPrecision) -> None:
     raise NoKernels(f"{precision} cannot be timed: {problem}.{emulated} {instead}")
 
 
-# Times
-
-
-class Spread(NamedTuple):
-    """Median and interquartile range of ``n`` times, µs."""
-
-    median_us: float
-    iqr_us: float
-    n: int
-
-    def columns(self, flops: int) -> dict[str, Any]:
-        """As a row of the result has them, with the rate of so many operations."""
-        tflops = round(flops / self.median_us / 1e6, 2)
-        return {"median_us": self.median_us, "iqr_us": self.iqr_us, "n_times": self.n, "tflops": tflops}
-
-
-Work = Callable[[Marks], None]
-"""Something to time: it queues work and marks the end of each part."""
-Name = TypeVar("Name", bound=str)
-
-
-def interleaved(
-    alternatives: Mapping[Name, Work], device: torch.device, *, repeats: int
-) -> dict[Name, dict[str, Spread]]:
-    """Time alternatives in turns, of which ``repeats``, at least 2, count; ``WARM_UP`` come before them.
-
-    Returns:
-        For each alternative, the spread of each part that it marks and of the ``total``.
-    """
-    times: dict[Name, dict[str, list[float]]] = {name: {} for name in alternatives}
-    for turn in range(WARM_UP + repeats):
-        for name, work in alternatives.items():
-            clock = Marks(device)
-            clock.start()
-            work(clock)
-            for part, us in {**clock.parts_us(), "total": clock.total_us()}.items():
-                if turn >= WARM_UP:
-                    times[name].setdefault(part, []).append(us)
-
-    def spread(us: list[float]) -> Spread:
-        return Spread(round(statistics.median(us), 3), round(interquartile_range(us), 3), len(us))
-
-    return {name: {part: spread(us) for part, us in parts.items()} for name, parts in times.items()}
-
-
-# Whole steps
+def require_divisible(case: Case, precision: GroupedPrecision) -> None:
+    """Refuse dimensions that the kernels of a precision cannot take: :class:`BadInput` names the nearest valid one."""
+    block = FEATURE_BLOCK[precision]
+    # N counts as K does: backward sums over it.
+    for name, value in (("k", case.k), ("n", case.n)):
+        if value % block:
+            nearest = max(1, round(value / block)) * block
+            raise BadInput(f"{name} is {value}: {precision} needs a multiple of {block}, the nearest is {nearest}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,96 +117,86 @@ def product_of(precision: GroupedPrecision) -> GroupedMM:
     return lambda a, b, offs: mxfp8(a, b.transpose(-2, -1), offs, wgrad_with_hp=in_bf16)
 
 
-def step(product: GroupedMM, operands: Operands) -> Work:
-    """Forward and backward of a product as something to time."""
+def step(product: GroupedMM, operands: Operands) -> tuple[torch.Tensor, ...]:
+    """Forward and backward: the output and the gradients of rows and weights."""
     a, b = operands.a_MK.detach().requires_grad_(), operands.b_GNK.detach().requires_grad_()
+    output = product(a, b, operands.offsets_G)
+    return output, *torch.autograd.grad(output, (a, b), operands.grad_MN)
 
-    def forward_and_backward(clock: Marks) -> None:
-        output = product(a, b, operands.offsets_G)
-        clock.mark("forward")
-        torch.autograd.grad(output, (a, b), operands.grad_MN)
-        clock.mark("backward")
 
-    return forward_and_backward
+def take_turns(
+    works: Mapping[Name, Callable[[], object]], device: torch.device, *, repeats: int = REPEATS
+) -> dict[Name, list[float]]:
+    """Microseconds of each work in ``repeats`` turns of all of them, after ``WARM_UP`` more."""
+    times_us: dict[Name, list[float]] = {name: [] for name in works}
+    clock = Marks(device)
+    for turn in range(WARM_UP + repeats):
+        for name, work in works.items():
+            clock.start()
+            work()
+            clock.mark(name)
+            if turn >= WARM_UP:
+                times_us[name].append(clock.parts_us()[name])
+    return times_us
 
 
 def time_case(
     case: Case, precisions: Sequence[GroupedPrecision], device: torch.device, *, compiled: bool = True
-) -> Iterator[dict[str, Any]]:
-    """Time one case in several precisions that take turns, each padded to the rows that its kernels need.
-
-    Yields:
-        A row for each precision and pass (``forward``, ``backward``, ``forward+backward``); of a precision that does
-        not run one row with its ``error``, and the others are timed without it.
-    """
+) -> list[dict[str, Any]]:
+    """Time one case in several precisions, each padded to the rows that its kernels need; a row for each."""
     torch._dynamo.reset()  # or it would stop compiling after some shapes, and say so only in a log
-    works: dict[GroupedPrecision, Work] = {}
-    rows: dict[GroupedPrecision, int] = {}
-    once_s = 0.0  # of one turn of all precisions
+    works: dict[GroupedPrecision, Callable[[], object]] = {}
     for precision in precisions:
-        operands = make_operands(case, device, block=ROW_BLOCK[precision])
-        product = product_of(precision)
+        product, operands = product_of(precision), make_operands(case, device, block=ROW_BLOCK[precision])
         # One graph for each shape, as fast as a compiler makes it.
-        work = step(torch.compile(product, dynamic=False) if compiled else product, operands)
-        try:
-            once_s += interleaved({"once": work}, device, repeats=2)["once"]["total"].median_us / 1e6
-        except Exception as error:  # a kernel may fail in any way
-            yield {**vars(case), "precision": precision, "error": error_text(error)}
-        else:
-            works[precision], rows[precision] = work, operands.a_MK.shape[0]
-    # The same number for all, so that they can take turns.
-    repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(SECONDS_PER_CASE / (once_s or 1))))
-    for precision, parts in interleaved(works, device, repeats=repeats).items():
-        for part, products in (("forward", 1), ("backward", 2), ("total", 3)):
-            yield {
+        works[precision] = partial(step, torch.compile(product, dynamic=False) if compiled else product, operands)
+    rows = []
+    for precision, times_us in take_turns(works, device).items():
+        median_us, iqr_us = median_and_iqr(times_us)
+        rows.append(
+            {
                 **vars(case),
                 "precision": precision,
-                "padded_m": rows[precision],
-                "pass": "forward+backward" if part == "total" else part,
+                "padded_m": sum(group_sizes(case, block=ROW_BLOCK[precision])),
+                "pass": "forward+backward",
                 "compiled": compiled,
-                **parts[part].columns(products * case.flops),
+                "median_us": round(median_us, 3),
+                "iqr_us": round(iqr_us, 3),
+                "n_times": len(times_us),
+                "tflops": round(3 * case.flops / median_us / 1e6, 2),
             }
-
-
-def error_text(error: Exception) -> str:
-    """An exception's type and first line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        )
+    return rows
 
 
 def run(
-    cases: Sequence[Case], path: Path, *, precisions: Sequence[GroupedPrecision] | None = None, compiled: bool = True
+    cases: Sequence[Case], path: Path, precisions: Sequence[GroupedPrecision], *, compiled: bool = True
 ) -> dict[str, Any]:
-    """Measure all cases on this GPU, and write the file anew after each, so that one that crashes costs but itself.
-
-    ``precisions`` are by default BF16 and all that this GPU has kernels for; one that is asked for must be possible.
+    """Measure all cases on this GPU, and write the file after each.
 
     Raises:
         BadInput: for dimensions that the kernels cannot take.
-        NoKernels: where a precision that was asked for, or BF16, cannot be timed.
+        NoKernels: for a precision that cannot be timed here.
 
     Returns:
         What the file has.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = list(precisions or [name for name in PRECISIONS if name == "bf16" or not why_not(name)])
-    for case, precision in itertools.product(cases, chosen):
+    for case, precision in itertools.product(cases, precisions):
         require_divisible(case, precision)
-    for precision in chosen:
+    for precision in precisions:
         require_kernels(precision)
-    here = environment()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "label": "measured" if device.type == "cuda" else "dry run",
         "what": "grouped GEMM of routed experts, forward and backward",
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "hardware": {"gpu": torch.cuda.get_device_name() if device.type == "cuda" else None},
-        "versions": here["packages"],
+        "versions": environment()["packages"],
         "rows": [],
     }
     for case in cases:
-        for row in time_case(case, chosen, device, compiled=compiled):
-            content["rows"].append(row)
-            what = row.get("error") or f"{row['pass']:<17} {row['median_us']:>10.1f} µs {row['tflops']:>7.1f} TFLOP/s"
-            print(f"{case.name}: {row['precision']:>16} {what}", file=sys.stderr, flush=True)  # noqa: T201
+        print(case.name, file=sys.stderr, flush=True)  # noqa: T201
+        content["rows"] += time_case(case, precisions, device, compiled=compiled)
         write_json(path, content)
     return content
