@@ -290,8 +290,8 @@ def test_bytes_are_those_that_the_all_to_all_experiment_counts(routing: str, ran
     size = Size(name="thin 671B", hidden=7168, top_k=8, experts=32, tokens=2048)
     placement = ExpertPlacement(experts=32, top_k=8, ep=ranks, ranks_per_node=8)
     ids_STK = np.stack([choose_experts(routing, size, rank=rank, device=torch.device("cpu")) for rank in range(ranks)])
-    counted = [rows_to_ranks(torch.from_numpy(ids), experts=32, ranks=ranks) for ids in ids_STK]
-    sent_PP = [one["copies" if method == "standard" else "once"] for one in counted]
+    once = method != "standard"
+    sent_PP = [rows_to_ranks(torch.from_numpy(ids), experts=32, ranks=ranks, once=once) for ids in ids_STK]
     theirs = traffic(sent_PP, hidden=7168, precision="mxfp8")
     ours = count_rows(ids_STK, placement, method)
     assert ours.rows_SR.tolist() == sent_PP

@@ -8,7 +8,7 @@ only one exchange is under way at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -31,9 +31,7 @@ class Exchange:
     buffer: Any
     kernels: EPKernels
     handle_type: Callable[..., Any]
-    tokens: int
-    hidden: int
-    top_k: int
+    room: Mapping[str, int]  # in the words of ``ElasticBuffer``
     num_sms: int
 
 
@@ -83,25 +81,21 @@ def open_exchange(
     check_sizes(
         ranks=group.size(), hidden=hidden, tokens=tokens, experts=experts, top_k=top_k, native=kernels == "native"
     )
+    room = {"num_max_tokens_per_rank": tokens, "hidden": hidden, "num_topk": top_k}
     # Taken out first: if its replacement cannot be opened, nobody finds the old one.
     opened = _OPEN.pop(group.group_name, None)
-    sizes = {"tokens": tokens, "hidden": hidden, "top_k": top_k}
     if opened and opened.kernels == kernels:
         # Never smaller than before: layers that opened the earlier one still dispatch as much.
-        sizes = {name: max(size, getattr(opened, name)) for name, size in sizes.items()}
-    if opened is None or opened.kernels != kernels or any(getattr(opened, name) < size for name, size in sizes.items()):
+        room = {name: max(size, opened.room[name]) for name, size in room.items()}
+    if opened is None or (opened.kernels, opened.room) != (kernels, room):
         if opened:
             opened.buffer.destroy()
-        room = {"num_max_tokens_per_rank": sizes["tokens"], "hidden": sizes["hidden"], "num_topk": sizes["top_k"]}
-        if kernels == "native":
-            buffer, handle_type = _deepep_buffer(group, **room)
-        else:
-            buffer, handle_type = StandInBuffer(group, **room), StandInBuffer.handle_type
-        opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, num_sms=0, **sizes)
+        make = _deepep_buffer if kernels == "native" else _stand_in
+        buffer, handle_type = make(group, **room)
+        opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, room=room, num_sms=0)
     # Not fixed with the buffer: the exchange experiment times several SM counts on one.
     num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
-    chosen = replace(opened, num_sms=num_sms)
-    _OPEN[group.group_name] = opened = opened if opened == chosen else chosen
+    _OPEN[group.group_name] = opened = replace(opened, num_sms=num_sms)
     return opened
 
 
@@ -124,6 +118,10 @@ def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: in
             f"DeepEP combines tokens of a multiple of {COMBINE_FEATURES} features, and the model has {hidden}; "
             "use ep_backend=standard, or ep_kernels=emulated for the numerics"
         )
+
+
+def _stand_in(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:
+    return StandInBuffer(group, **room), StandInBuffer.handle_type
 
 
 def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:

@@ -160,11 +160,9 @@ def collect(
 
 
 @collect.register_fake
-def _(
-    rows_RD: Tensor, weights_R: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int
-) -> tuple[Tensor, Tensor]:
-    tokens, top_k = ids_TK.shape
-    return rows_RD.new_empty((tokens, rows_RD.shape[1])), weights_R.new_empty((tokens, top_k), dtype=torch.float32)
+def _(rows_RD: Tensor, weights_R: Tensor, ids_TK: Tensor, *_settings: Any) -> tuple[Tensor, Tensor]:
+    x_TD = rows_RD.new_empty((ids_TK.shape[0], rows_RD.shape[1]))
+    return x_TD, weights_R.new_empty(ids_TK.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::combine", mutates_args=())
@@ -177,7 +175,7 @@ def combine(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, e
 
 
 @combine.register_fake
-def _(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int) -> Tensor:
+def _(rows_RD: Tensor, ids_TK: Tensor, *_settings: Any) -> Tensor:
     return rows_RD.new_empty((ids_TK.shape[0], rows_RD.shape[1]))
 
 
@@ -204,9 +202,8 @@ def resend(
 
 
 @resend.register_fake
-def _(
-    x_TD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int, rows_like: Tensor
-) -> Tensor:
+def _(x_TD: Tensor, *settings: Any) -> Tensor:
+    *_, rows_like = settings
     return x_TD.new_empty((rows_like.shape[0], x_TD.shape[1]))
 
 

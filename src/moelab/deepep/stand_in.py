@@ -10,21 +10,21 @@ GPUs. It has only the *expanding* layout, the one that moelab uses, as DeepEP 2.
 - ``combine`` adds the rows of a token on each rank first, then across ranks, in FP32, rounding to BF16 after each.
 
 Where DeepEP leaves the order of the rows of an expert open, this is one legal order: by source rank, then by token.
-Timings of it mean nothing.
+Every rank sees all tokens and takes those that it needs, so timings mean nothing.
+
+Shape suffixes: T tokens of this rank, N tokens that the buffers of all W ranks have room for, U tokens received (once
+each), K experts of a token, R rows (one for each token and local expert, padded), D features, e local experts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import distributed as dist
-
-# Shape suffixes: T tokens of this rank, K experts of a token, U tokens received (once each), R rows (one for each
-# token and local expert, padded), D features, e local experts, W ranks.
+from torch.nn.functional import pad
 
 
 class StandInBuffer:
@@ -55,7 +55,6 @@ class StandInBuffer:
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         num_experts: int | None = None,
-        num_max_tokens_per_rank: int | None = None,
         expert_alignment: int = 1,
         handle: Any = None,
         do_expand: bool = False,
@@ -69,44 +68,28 @@ class StandInBuffer:
         """
         if not do_expand:
             raise NotImplementedError("the stand-in has the expanding layout only")
-        if handle is not None:
-            topk_idx, num_experts, expert_alignment = handle.topk_idx, handle.num_experts, handle.expert_alignment
-        assert topk_idx is not None
-        assert num_experts is not None
-        capacity = num_max_tokens_per_rank or self.num_max_tokens_per_rank
-        if topk_idx.shape[0] > capacity:
-            raise ValueError(f"{topk_idx.shape[0]} tokens exceed the buffer's {capacity}")
-        local = num_experts // self.ranks
-        sent_TW = self._destinations(topk_idx, local)
-        sent_W = sent_TW.sum(dim=0)
-        received_W = torch.empty_like(sent_W)
-        dist.all_to_all_single(received_W, sent_W, group=self.group)
-        arrive = _Way(self, sent_TW, received_W).there
-        # A token arrives once with all of its experts, of which those of other ranks are nobody's here.
-        ids_UK = arrive(topk_idx) - self.rank * local
-        ids_UK = torch.where((ids_UK >= 0) & (ids_UK < local), ids_UK, -1)
         if handle is None:
-            handle = self._handle(topk_idx, ids_UK, arrive, received_W, num_experts, expert_alignment, capacity)
-        slots_UK = _slots(handle)
+            assert topk_idx is not None
+            assert num_experts is not None
+            handle = self._handle(topk_idx, num_experts, expert_alignment)
+        token_U, slots_UK = _tokens_and_slots(handle)
+        taken, lane = torch.nonzero(slots_UK >= 0, as_tuple=True)
 
-        def empty_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            rows = torch.empty((handle.num_expanded_tokens, *shape), dtype=dtype, device=topk_idx.device)
+        def empty_rows(like: torch.Tensor) -> torch.Tensor:
+            rows = like.new_empty((handle.num_expanded_tokens, *like.shape[1:]))
             _as_bytes(rows).fill_(0 if do_zero_padding else 0xFF)  # a NaN in BF16, in E4M3 and in FP32
             return rows
 
         def expand(values_T: torch.Tensor) -> torch.Tensor:
-            rows = empty_rows(*values_T.shape[1:], dtype=values_T.dtype)
-            taken, lane = torch.nonzero(slots_UK >= 0, as_tuple=True)
-            _as_bytes(rows)[slots_UK[taken, lane]] = _as_bytes(arrive(values_T))[taken]
+            rows = empty_rows(values_T)
+            _as_bytes(rows)[slots_UK[taken, lane]] = _as_bytes(self._of_all_ranks(values_T)[token_U])[taken]
             return rows
 
-        data, scales = x if isinstance(x, tuple) else (x, None)
         weights_R = None
         if topk_weights is not None:
-            weights_UK = arrive(topk_weights)
-            weights_R = empty_rows(dtype=weights_UK.dtype)
-            weights_R[slots_UK[slots_UK >= 0]] = weights_UK[slots_UK >= 0]
-        rows = expand(data) if scales is None else (expand(data), expand(scales))
+            weights_R = empty_rows(topk_weights[:, 0])
+            weights_R[slots_UK[taken, lane]] = self._of_all_ranks(topk_weights)[token_U][taken, lane]
+        rows = tuple(map(expand, x)) if isinstance(x, tuple) else expand(x)
         return rows, None, weights_R, handle, None
 
     def combine(
@@ -117,40 +100,45 @@ class StandInBuffer:
         Returns:
             ``(T, D)``; the weights ``(T, K)``, each at its token and expert, or None; None for the event.
         """
-        local = handle.num_experts // self.ranks
-        sent_TW = self._destinations(handle.topk_idx, local)
-        received_W = torch.diff(handle.psum_num_recv_tokens_per_scaleup_rank, prepend=sent_TW.new_zeros(1))
-        slots_UK = _slots(handle)
+        token_U, slots_UK = _tokens_and_slots(handle)
         present_UK = slots_UK >= 0
+        tokens = handle.topk_idx.shape[0]
         # First the rows of a token on this rank, rounded to BF16, then those of its ranks: DeepEP rounds twice, too.
         sums_UD = torch.zeros((slots_UK.shape[0], x.shape[1]), dtype=torch.float32, device=x.device)
         for lane in range(slots_UK.shape[1]):
             sums_UD[present_UK[:, lane]] += x[slots_UK[present_UK[:, lane], lane]].float()
-        home = _Way(self, sent_TW, received_W).home
-        combined = home(sums_UD.to(x.dtype)).to(x.dtype)
+        combined = self._home(sums_UD.to(x.dtype), token_U, tokens).to(x.dtype)
         if topk_weights is None:
             return combined, None, None
         weights_UK = torch.where(present_UK, topk_weights[slots_UK.clamp(min=0)], 0.0)
-        return combined, home(weights_UK), None
+        return combined, self._home(weights_UK, token_U, tokens), None
 
-    def _destinations(self, topk_idx: torch.Tensor, local: int) -> torch.Tensor:
-        """Whether each token goes to each rank, int64 ``(T, W)`` of 0 and 1."""
-        # Experts of -1 go to a rank beyond the last, whose column is cut off below.
-        ranks_TK = torch.where(topk_idx >= 0, topk_idx // local, self.ranks)
-        marks = torch.zeros((topk_idx.shape[0], self.ranks + 1), dtype=torch.int64, device=topk_idx.device)
-        return marks.scatter_(1, ranks_TK, 1)[:, : self.ranks]
+    def _of_all_ranks(self, values_T: torch.Tensor) -> torch.Tensor:
+        """``(T, …)`` of every rank, one after another, each with all of its room: ``(N, …)``."""
+        sent = pad(_as_bytes(values_T), (0, 0, 0, self.num_max_tokens_per_rank - values_T.shape[0]))
+        parts = [torch.empty_like(sent) for _ in range(self.ranks)]
+        dist.all_gather(parts, sent, group=self.group)
+        return torch.cat(parts).view(values_T.dtype).reshape(-1, *values_T.shape[1:])
 
-    def _handle(
-        self,
-        topk_idx: torch.Tensor,
-        ids_UK: torch.Tensor,
-        arrive: Callable[[torch.Tensor], torch.Tensor],
-        received_W: torch.Tensor,
-        experts: int,
-        alignment: int,
-        capacity: int,
-    ) -> SimpleNamespace:
-        local, top_k = experts // self.ranks, topk_idx.shape[1]
+    def _home(self, values_U: torch.Tensor, token_U: torch.Tensor, tokens: int) -> torch.Tensor:
+        """``(U, …)`` to ``(T, …)``, summed over the ranks in FP32."""
+        sent = values_U.new_zeros((self.ranks * self.num_max_tokens_per_rank, *values_U.shape[1:]))
+        sent[token_U] = values_U
+        arrived = torch.empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=self.group)
+        return arrived.unflatten(0, (self.ranks, -1)).float().sum(0)[:tokens]
+
+    def _handle(self, topk_idx: torch.Tensor, experts: int, alignment: int) -> SimpleNamespace:
+        tokens, top_k = topk_idx.shape
+        if tokens > self.num_max_tokens_per_rank:
+            raise ValueError(f"{tokens} tokens exceed the buffer's {self.num_max_tokens_per_rank}")
+        local = experts // self.ranks
+        # Counted from 1, so that the room that a rank does not use is nobody's, as are experts of other ranks.
+        ids_NK = self._of_all_ranks(topk_idx + 1) - 1 - self.rank * local
+        ids_NK = torch.where((ids_NK >= 0) & (ids_NK < local), ids_NK, -1)
+        token_U = torch.nonzero((ids_NK >= 0).any(dim=1))[:, 0]  # once, with all of its experts that live here
+        ids_UK = ids_NK[token_U]
+        received_W = torch.bincount(token_U // self.num_max_tokens_per_rank, minlength=self.ranks)
         counts_e = torch.bincount(ids_UK[ids_UK >= 0], minlength=local)
         aligned_e = (counts_e + alignment - 1) // alignment * alignment
         starts_e = aligned_e.cumsum(0) - aligned_e
@@ -158,15 +146,11 @@ class StandInBuffer:
         for expert in range(local):
             mine = ids_UK == expert
             slots_UK[mine] = starts_e[expert] + torch.arange(int(counts_e[expert]), device=ids_UK.device)
-        # As DeepEP numbers tokens: by rank, each with room for as many as the buffer holds.
-        mine_T = torch.arange(topk_idx.shape[0], device=topk_idx.device) + self.rank * capacity
-        source_U = arrive(mine_T)
-        rank_U = torch.repeat_interleave(received_W)
         master_U = (ids_UK >= 0).int().argmax(dim=1)  # the first of its experts that lives here
-        metadata = torch.cat([source_U[:, None], (rank_U * top_k + master_U)[:, None], slots_UK], dim=1)
+        rank_U = torch.repeat_interleave(received_W)
+        # DeepEP numbers tokens by rank, each with room for as many as the buffer holds.
+        metadata = torch.cat([token_U[:, None], (rank_U * top_k + master_U)[:, None], slots_UK], dim=1)
         return SimpleNamespace(
-            num_experts=experts,
-            expert_alignment=alignment,
             topk_idx=topk_idx,
             num_expanded_tokens=int(aligned_e.sum()),
             psum_num_recv_tokens_per_scaleup_rank=received_W.cumsum(0).int(),
@@ -179,35 +163,9 @@ class StandInBuffer:
         )
 
 
-def _slots(handle: Any) -> torch.Tensor:
-    """Row of each received token at each of its experts, int64 ``(U, K)``; -1 for experts elsewhere."""
-    received = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-    return handle.recv_src_metadata[:received, 2:].long()
-
-
-class _Way:
-    """Moves a value of each token to the ranks of its experts, and sums of them back."""
-
-    def __init__(self, buffer: StandInBuffer, sent_TW: torch.Tensor, received_W: torch.Tensor) -> None:
-        self.group, self.tokens = buffer.group, sent_TW.shape[0]
-        # The order of an all-to-all: by rank, then by token.
-        self.token_S = torch.cat([torch.nonzero(sent_TW[:, rank])[:, 0] for rank in range(buffer.ranks)])
-        self.sent_W: list[int] = sent_TW.sum(dim=0).tolist()
-        self.received_W: list[int] = received_W.tolist()
-
-    def there(self, values_T: torch.Tensor) -> torch.Tensor:
-        """``(T, …)`` to ``(U, …)``."""
-        sent = _as_bytes(values_T)[self.token_S].contiguous()
-        received = sent.new_empty((sum(self.received_W), sent.shape[1]))
-        dist.all_to_all_single(received, sent, self.received_W, self.sent_W, group=self.group)
-        return received.view(values_T.dtype).reshape(-1, *values_T.shape[1:])
-
-    def home(self, values_U: torch.Tensor) -> torch.Tensor:
-        """``(U, …)`` to ``(T, …)``, summed in FP32."""
-        back = values_U.new_empty((sum(self.sent_W), *values_U.shape[1:]))
-        dist.all_to_all_single(back, values_U.contiguous(), self.sent_W, self.received_W, group=self.group)
-        home = torch.zeros((self.tokens, *values_U.shape[1:]), dtype=torch.float32, device=values_U.device)
-        return home.index_add_(0, self.token_S, back.float())
+def _tokens_and_slots(handle: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers of the received tokens, int64 ``(U,)``, and their rows ``(U, K)``, -1 for experts elsewhere."""
+    return handle.recv_src_metadata[:, 0].long(), handle.recv_src_metadata[:, 2:].long()
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:

@@ -245,36 +245,35 @@ class Method:
     name: str  # folder-safe
     label: str  # for people
     operand: Format  # of activations and weights
-    gradient: Format  # of output gradients
+    gradient: Format | None = None  # of output gradients, where it is another
     wgrad_in_bf16: bool = False
 
     def formats(self, product: Product) -> tuple[Format, Format]:
         """Formats of a product's left and right operand."""
         if product == "wgrad" and self.wgrad_in_bf16:
             return BF16(), BF16()
-        return (self.operand if product == "output" else self.gradient), self.operand
+        return (self.operand if product == "output" else self.gradient or self.operand), self.operand
 
 
-def _method(
-    name: str, label: str, operand: Format, gradient: Format | None = None, *, wgrad_in_bf16: bool = False
-) -> Method:
-    return Method(name=name, label=label, operand=operand, gradient=gradient or operand, wgrad_in_bf16=wgrad_in_bf16)
-
-
-METHODS: tuple[Method, ...] = (
-    _method("bf16", "BF16", BF16()),
-    _method("fp8_tensorwise", "FP8, one scale per tensor", FP8(per="tensor"), FP8(per="tensor", element=E5M2)),
-    _method("fp8_rowwise", "FP8, one scale per row", FP8(per="row")),
-    _method("mxfp8", "MXFP8", MX()),
-    _method("mxfp8_wgrad-bf16", "MXFP8, wgrad BF16", MX(), wgrad_in_bf16=True),
-    _method("nvfp4", "NVFP4", NVFP4()),
+METHODS = (
+    Method(name="bf16", label="BF16", operand=BF16()),
+    Method(
+        name="fp8_tensorwise",
+        label="FP8, one scale per tensor",
+        operand=FP8(per="tensor"),
+        gradient=FP8(per="tensor", element=E5M2),
+    ),
+    Method(name="fp8_rowwise", label="FP8, one scale per row", operand=FP8(per="row")),
+    Method(name="mxfp8", label="MXFP8", operand=MX()),
+    Method(name="mxfp8_wgrad-bf16", label="MXFP8, wgrad BF16", operand=MX(), wgrad_in_bf16=True),
+    Method(name="nvfp4", label="NVFP4", operand=NVFP4()),
 )
 """torchao's recipes: tensor-wise stores gradients as E5M2, row-wise rounds scales to powers of two, MXFP8 is RCEIL.
 NVFP4 is the format alone, without the transforms and the stochastic rounding of NVIDIA's recipe for training."""
 STORED_METHODS = (
     *METHODS,
-    _method("mxfp8_floor", "MXFP8, FLOOR", MX(scaling="floor")),
-    _method("mxfp8_even", "MXFP8, EVEN", MX(scaling="even")),
+    Method(name="mxfp8_floor", label="MXFP8, FLOOR", operand=MX(scaling="floor")),
+    Method(name="mxfp8_even", label="MXFP8, EVEN", operand=MX(scaling="even")),
 )
 """How a tensor can be stored: by the recipes, and in MXFP8 with the scales that clip; CEIL stores what RCEIL does."""
 
@@ -297,7 +296,7 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
     for name, x in tensors.items():
         methods: dict[Format, Method] = {}
         for method in STORED_METHODS:
-            methods.setdefault(method.gradient if name in gradients else method.operand, method)
+            methods.setdefault(method.formats("dgrad" if name in gradients else "output")[0], method)
         for number_format, method in methods.items():
             errors = measure(x, number_format)
             rows.append(ErrorRow(data=name, method=method.name, label=method.label, **vars(errors)))
