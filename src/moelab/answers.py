@@ -849,7 +849,6 @@ class Examined(Answer):
         for group, rows in self.frame().groupby("group", sort=False):
             shown = rows.drop(columns="group").assign(severity=rows["severity"].map(words))
             yield _table(shown.rename(columns={"name": "what", "severity": ""}), titles[str(group)])
-        arms = self.arms()
-        if len(arms):
-            here = arms["kernels"].where(arms["runs"].astype(bool), "refused: " + arms["reason"])
-            yield _table(arms[["arm"]].assign(here=here), "Arms of a study (nano model)")
+        if trains := self._json().get("trains"):
+            lines = [{"what": one["what"], "here": ("" if one["runs"] else "no: ") + one["found"]} for one in trains]
+            yield _table(pd.DataFrame(lines), "What this machine trains")

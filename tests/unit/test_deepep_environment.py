@@ -10,19 +10,20 @@ from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import Any, get_args
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nvidia_smi_support import made_machine
+from nvidia_smi_support import H100, forget, made_machine, nvidia_smi
 
 from moelab import health
 from moelab.cli import main
 from moelab.finding import Finding, Severity, fault, known_faults
 from moelab.health import deepep, doctor, smoke
-from moelab.health.deepep import examine_environment
-from moelab.health.links import nvlink_matrix
+from moelab.health.deepep import examine_environment, nvlink_matrix
 from moelab.health.smoke import smoke_test
+from moelab.launch import capability
 from moelab.machine import Machine, run_command
 
 V2 = {"__init__.py": "__version__ = '2.1.0'\n", "buffers/elastic.py": "", "_C.cpython-312-x86_64-linux-gnu.so": ""}
@@ -35,6 +36,11 @@ ETHERNET = {**PORT_UP, "rate": "40 Gb/sec (4X QDR)\n", "link_layer": "Ethernet\n
 PORT_DOWN = {**PORT_UP, "state": "1: DOWN\n", "rate": "10 Gb/sec (4X SDR)\n"}
 HALF = {"mlx5_0": {**PORT_UP, "rate": "200 Gb/sec (4X HDR)\n"}}
 CARDS = {"mlx5_0": PORT_UP, "mlx5_1": PORT_UP}
+FRONT = {**CARDS, "mlx5_2": {**PORT_UP, "rate": "100 Gb/sec (4X EDR)\n"}, "mlx5_3": PORT_DOWN}
+EFA: dict[str, Any] = {"modules": "efa 1 0\nnvidia_peermem 16384 0\n", "ibstat": None}
+EFA |= {"cards": {"rdmap79s0": {**PORT_UP, "link_layer": "Unspecified\n"}}}
+OLD_MLX5 = {"usr/lib/x86_64-linux-gnu/libmlx5.so.1": "\x7fELF MLX5_1.0 MLX5_1.16 MLX5_1.17"}
+NEW_MLX5 = {"usr/lib64/libmlx5.so.1": "\x7fELF MLX5_1.0 MLX5_1.9 MLX5_1.25"}
 IBSTAT = "CA 'mlx5_0'\n\tCA type: MT4129\n\tPort 1:\n\t\tState: Active\n\t\tRate: 400\n"
 OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05"
 
@@ -94,7 +100,7 @@ def node(
 
 LAPTOP: dict[str, Any] = {"deepep": {}, "nccl": None, "wheels": (), "cards": {}, "modules": "", "nvcc": False}
 LAPTOP |= {"nodes": 1, "topo": None, "memlock": 8 << 20}
-NVLINK_ONLY = {"nodes": 1, "cards": {}, "env": {"EP_DISABLE_GIN": "1"}, "version": "2.1.0+dd758ca"}
+NVLINK_ONLY: dict[str, Any] = {"nodes": 1, "cards": {}, "env": {"EP_DISABLE_GIN": "1"}, "version": "2.1.0+dd758ca"}
 OPEN_MODULES = {"modules": "", "files": {"proc/driver/nvidia/version": OPEN_DRIVER}}
 
 
@@ -129,6 +135,24 @@ def examined(root: Path, *, nodes: int = 4, nic_gb_s: float | None = 50, **what:
         ({"env": {"NCCL_IB_HCA": "mlx5"}}, "communication variables", "NCCL_IB_HCA=mlx5"),
         ({"env": {"NCCL_IB_HCA": "^mlx5_9"}}, "communication variables", "NCCL_IB_HCA=^mlx5_9"),
         ({"env": {"UCX_NET_DEVICES": "all"}}, "communication variables", "UCX_NET_DEVICES=all"),
+        ({"files": NEW_MLX5}, "GIN", "possible; type chosen by NCCL: GDAKI if the card supports it, else proxy"),
+        # the front-end network's card, and one that is down, where NCCL does not use them
+        (
+            {"cards": FRONT, "env": {"NCCL_IB_HCA": "=mlx5_0,mlx5_1:1"}},
+            "RDMA devices",
+            "2 of 2 ports active (InfiniBand); NCCL_IB_HCA leaves out 2",
+        ),
+        (
+            {"cards": FRONT, "env": {"NCCL_IB_HCA": "^mlx5_2,mlx5_3"}},
+            "RDMA devices",
+            "2 of 2 ports active (InfiniBand); NCCL_IB_HCA leaves out 2",
+        ),
+        ({**EFA, "nodes": 1, "env": {"EP_DISABLE_GIN": "1"}}, "RDMA devices", "1 of 1 ports active (EFA)"),
+        (
+            {**EFA, "files": {"opt/amazon/ofi-nccl/lib/x86_64-linux-gnu/libnccl-net-ofi.so": ""}},
+            "RDMA devices",
+            "1 of 1 ports active (EFA)",
+        ),
     ],
 )
 def test_what_is_right_is_not_complained_about(tmp_path: Path, what: dict[str, Any], name: str, found: str) -> None:
@@ -169,6 +193,9 @@ def test_what_is_right_is_not_complained_about(tmp_path: Path, what: dict[str, A
         # and not the Ethernet card, as of Azure's ND H100 v5
         ({"cards": {**HALF, "mlx5_an0": ETHERNET}}, "warning RDMA rate", '"found": "mlx5_0 25 GB/s"'),
         ({"cards": {**HALF, "mlx5_1": PORT_UP}, "nic_gb_s": None}, "warning RDMA rate", "the others have 50 GB/s"),
+        ({"cards": FRONT, "env": {"NCCL_IB_HCA": "mlx5_0,mlx5_1,mlx5_2"}}, "warning RDMA rate", "mlx5_2 12.5 GB/s"),
+        (EFA, "warning GIN", "the network is EFA, and there is no aws-ofi-nccl plugin"),
+        ({"files": OLD_MLX5}, "warning GIN", "up to MLX5_1.17, and NCCL's GIN needs MLX5_1.25"),
         ({"modules": ""}, "warning GPUDirect RDMA", "modprobe nvidia_peermem"),
         ({"memlock": 64 << 10}, "warning locked memory", "0.0625 MiB"),
         ({"ibstat": None}, "warning RDMA bandwidth for DeepEP", "diags"),
@@ -307,6 +334,61 @@ def test_the_doctor_shows_the_findings(monkeypatch: pytest.MonkeyPatch, capsys: 
     text = capsys.readouterr().out
     assert "\nDeepEP and what it needs\n" in text
     assert re.search(rf"--  {smoke.NAME}: rank [01] was ended by SIGSEGV", text)
+
+
+def doctors_lines(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *gpus: str, **what: Any
+) -> dict[str, tuple[bool, str]]:
+    """What the doctor says that a node with these GPUs trains."""
+    machine = node(folder / "node", **{name: value for name, value in what.items() if name != "nodes"})
+    for module in (deepep, doctor):
+        monkeypatch.setattr(module, "this_machine", lambda: machine)
+    monkeypatch.setattr(capability, "has_module", lambda name: True)
+    nvidia_smi(monkeypatch, folder, *gpus)
+    try:
+        return {what: (runs, words) for runs, what, words in doctor.trains(doctor.examine().arms)}
+    finally:
+        forget()
+
+
+def test_the_doctor_says_what_a_sound_deepep_machine_trains_each_reason_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on one node of linked GPUs (DeepEP, issue 630): asked of nano, DeepEP would refuse its 128 features."""
+    lines = doctors_lines(tmp_path, monkeypatch, *[H100] * 8, **NVLINK_ONLY)
+    assert lines == {
+        "BF16": (True, "runs"),
+        "FP8": (True, "runs with FP8 tensor cores"),
+        "MXFP8": (True, "runs emulated: MXFP8 numerics, not its speed"),
+        "NVFP4": (True, "runs emulated: NVFP4 numerics, not its speed"),
+        "deepep dispatch": (True, "runs in bf16_deepep, fp8_deepep, mxfp8_deepep, nvfp4_deepep"),
+        "bf16_hybridep, fp8_hybridep, mxfp8_hybridep, nvfp4_hybridep": (
+            False,
+            "ep_backend hybridep needs another build of DeepEP, hybrid-ep; here: V2 (ElasticBuffer, on NCCL) "
+            "2.1.0+dd758ca",
+        ),
+        "minimal_async_ep dispatch": (True, "runs in bf16_minimal_async_ep"),
+        "fp8_minimal_async_ep, mxfp8_minimal_async_ep, nvfp4_minimal_async_ep": (False, ANY),
+    }
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ({"deepep": V1}, "needs another build of DeepEP, V2; here: V1 (Buffer, on NVSHMEM)"),
+        ({"deepep": HYBRID}, "needs another build of DeepEP, V2; here: hybrid-ep (HybridEPBuffer)"),
+        ({"topo": TWO_PCIE}, "NVLink: missing between 1 of 1 pairs: 0-1 (PIX)"),
+        ({"nccl": "2.28.9"}, "NCCL: loaded 2.28.9, DeepEP built against 2.28.9"),
+    ],
+)
+def test_what_stops_deepep_is_its_arms_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: dict[str, Any], why: str
+) -> None:
+    lines = doctors_lines(tmp_path, monkeypatch, H100, H100, **{**NVLINK_ONLY, **what})
+    runs, words = lines["bf16_deepep, fp8_deepep, mxfp8_deepep, nvfp4_deepep"]
+    assert not runs
+    assert why in words
+    assert lines["BF16"] == (True, "runs")
 
 
 def test_the_doctor_holds_the_network_against_a_profile(

@@ -19,7 +19,7 @@ from moelab import cli, machine
 from moelab.experiment import EPBackend, Precision
 from moelab.finding import Finding
 from moelab.health import doctor
-from moelab.health.doctor import examine
+from moelab.health.doctor import examine, trains
 from moelab.health.node import check_gpus, report
 from moelab.launch import capability
 from moelab.machine import GpusUnknown, environment, gpu_problem, gpus
@@ -284,13 +284,57 @@ SLOW, FAST = {"bf16_standard", "mxfp8_standard", "nvfp4_standard"}, {"fp8_standa
 def test_gpus_and_their_arms(
     smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[str], found: str, advice: str, arms: set[str], mxfp8: str
 ) -> None:
-    monkeypatch.setattr(capability, "has_module", lambda name: name == "triton")
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", *capability.MXFP8_MODULES))
     smi(*rows)
     examined = examine()
     gpu = next(one for one in examined.findings if one.name == "GPUs")
     assert (gpu.ok, gpu.found, gpu.remedy, examined.failed) == (True, found, advice, False)
     kernels = {arm.name: arm.kernels for arm in examined.arms if not arm.reason}
     assert (kernels.keys(), kernels["mxfp8_standard"]) == (arms, mxfp8)
+
+
+def test_native_mxfp8_needs_its_kernels_packages_too(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", "tvm_ffi"))
+    smi(B200, B200)
+    lines = {what: (runs, words) for runs, what, words in trains(examine().arms)}
+    runs, words = lines["MXFP8"]
+    assert not runs
+    assert "native kernels need nvidia-cutlass-dsl, cuda-python, not installed here: pip install" in words
+    assert "or set mxfp8_kernels=emulated" in words
+    assert lines["BF16"] == (True, "runs")
+
+
+FABRIC = """
+GPU 00000000:18:00.0
+    Product Name                          : NVIDIA H200
+    Fabric
+        State                             : {}
+        Status                            : {}
+    GPU 1 has a name
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "found"),
+    [
+        ("Completed", "Success", None),
+        ("N/A", "N/A", None),  # a GPU without NVSwitches
+        ("In Progress", "N/A", "1 of 2 GPUs: In Progress, N/A"),
+        ("Completed", "Insufficient Resources", "1 of 2 GPUs: Completed, Insufficient Resources"),
+    ],
+)
+def test_a_gpu_that_has_not_joined_its_fabric_trains_nothing(
+    smi: Smi, state: str, status: str, found: str | None
+) -> None:
+    """CUDA then fails with error 802."""
+    sections = FABRIC.format("Completed", "Success") + FABRIC.format(state, status)
+    smi(body=f"if [ $1 = -q ]; then cat <<'P'\n{sections}\nP\nelse printf '%s\\n' '{H100}' '{H100}'; fi")
+    examined = examine()
+    faults = {one.name: one.found for one in examined.findings if one.name == "fabric"}
+    assert faults == ({"fabric": found} if found else {})
+    assert examined.failed == bool(found)
+    if found:
+        assert trains(examined.arms) == [(False, "BF16, FP8, MXFP8, NVFP4", f"fabric: {found}")]
 
 
 def test_arms_of_a_cpu(smi: Smi) -> None:
@@ -363,9 +407,9 @@ def test_a_driver_that_fails_is_refused_and_told_of_everywhere(
     assert (gpu.ok, gpu.found.startswith(broken)) == (False, True)
     text = examined.as_text()
     assert all(f"{one.name}: {one.found}" in text for one in (*examined.findings, *examined.deepep))
-    assert all(f"{arm.name}: {arm.reason}" in text for arm in examined.arms)
+    assert text.splitlines()[-1] == "  --  BF16, FP8, MXFP8, NVFP4: nothing is known about this machine's GPUs"
     titles = [line for line in text.splitlines() if line and line[0] != " "]
-    assert titles == ["This machine", "DeepEP and what it needs", "Arms of a study (nano model)"]
+    assert titles == ["This machine", "DeepEP and what it needs", doctor.TRAINS]
 
 
 def test_a_plan_needs_no_memory_that_is_not_known(smi: Smi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

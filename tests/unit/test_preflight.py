@@ -13,6 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvidia_smi_support import with_files
+from processes import program
+from run_support import make_run
 
 from moelab.cli import main
 from moelab.experiment import Experiment
@@ -20,7 +22,7 @@ from moelab.experiment_file import Study, read_study
 from moelab.finding import Finding
 from moelab.hardware import gpu_of
 from moelab.health.node import main as node_report
-from moelab.health.preflight import Preflight, compare, node_script
+from moelab.health.preflight import Preflight, compare, node_script, preflight
 from moelab.launch.cluster import ClusterProfile, read_cluster
 from moelab.launch.requirements import (
     STREAMING_NODES,
@@ -303,3 +305,18 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "ep is 3" in capsys.readouterr().out
     assert main(["doctor", "--cluster=nowhere"]) == 2
     assert main(["doctor", "--cluster=slurm_generic", f"--file={tmp_path}/none.yaml"]) == 2
+
+
+def test_a_run_whose_status_is_damaged_costs_no_other_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    program(tmp_path / "bin", "sbatch", "echo slurm 25.05.3")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    one = study(model="nano", hardware="cpu", nodes=1, gpus_per_node=2, ep=2, steps=2)
+    lost = make_run(tmp_path / "runs", one.experiments[0], [8.0])
+    (lost.path / "status.json").write_text("{")
+    found = preflight(read_cluster("slurm_generic"), one, tmp_path / "runs", ask_nodes=False)
+    here = faults(found.here)
+    assert here.keys() == {"submission"}
+    assert here["submission"].startswith(f"{lost.name}: it is unknown how it ended")
+    assert len(found.study) == len(found.here) - 1 == 2  # plan and data; room, Slurm, submission
+    assert found.exit_code == 1

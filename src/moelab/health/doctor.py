@@ -1,11 +1,12 @@
-"""What this machine can run, and what is missing for the rest."""
+"""What this machine can train, and what is missing for the rest."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import read_hardware
 from moelab.finding import Finding, Severity, any_error, as_text
 from moelab.hardware import architecture, cluster_of, has_native_mxfp8, known_gpu
-from moelab.health.deepep import examine_environment
-from moelab.health.node import check_gpus, read_gpus
+from moelab.health.deepep import Build, examine_environment, find_build
+from moelab.health.node import check_fabric, check_gpus, read_gpus
 from moelab.health.smoke import NAME as SMOKE_TEST
 from moelab.health.smoke import smoke_test
 from moelab.launch.capability import refusals
@@ -37,15 +38,25 @@ from moelab.machine import (
 )
 
 MIN_MEMORY_GIB, MIN_DISK_GIB = 4, 2
+MODEL = "debug"
+"""What arms are asked of: DeepEP takes its 256 features, and no machine runs DeepEP with nano's 128."""
+TRAINS = f"What this machine trains (asked of the {MODEL} model)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmAnswer:
-    """One arm of a study and whether it runs here: ``reason`` is empty if it does."""
+    """One arm of a study, and why it does not run here if it does not."""
 
     name: str
-    kernels: str
-    reason: str
+    precision: Precision
+    backend: EPBackend
+    kernels: str  # how it runs where it does
+    reasons: tuple[str, ...]
+
+    @property
+    def reason(self) -> str:
+        """All reasons; empty if the arm runs."""
+        return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +75,7 @@ class Examination:
                 {"arm": arm.name, "runs": not arm.reason, "kernels": arm.kernels, "reason": arm.reason}
                 for arm in self.arms
             ],
+            "trains": [{"what": what, "runs": runs, "found": found} for runs, what, found in trains(self.arms)],
             "deepep": [finding.to_json() for finding in self.deepep],
             "environment": environment(),
         }
@@ -76,9 +88,36 @@ class Examination:
 
     def as_text(self) -> str:
         """For a person."""
-        arms = [f"  {'-- ' if arm.reason else 'ok '} {arm.name}: {arm.reason or arm.kernels}" for arm in self.arms]
+        lines = [f"  {'ok ' if runs else '-- '} {what}: {found}" for runs, what, found in trains(self.arms)]
         findings = as_text({"This machine": self.findings, "DeepEP and what it needs": self.deepep})
-        return "\n".join([findings, "", "Arms of a study (nano model)", *arms])
+        return "\n".join([findings, "", TRAINS, *lines])
+
+
+def trains(arms: Sequence[ArmAnswer]) -> list[tuple[bool, str, str]]:
+    """What runs, what does not, and why, each reason once: whether, what, and how or why not.
+
+    First by precision, with the standard dispatch; then by dispatch, with what stops it beside the precision.
+    """
+    standard = [arm for arm in arms if arm.backend is EPBackend.STANDARD]
+    lines = _by_words([(arm.precision.value.upper(), arm.reasons, arm.kernels) for arm in standard])
+    alone = {arm.precision: arm.reasons for arm in standard}
+    for backend in dict.fromkeys(arm.backend for arm in arms if arm not in standard):
+        own = [arm for arm in arms if arm.backend is backend]
+        beside = [(arm.name, [one for one in arm.reasons if one not in alone[arm.precision]], "") for arm in own]
+        if running := [arm.name for arm in own if not arm.reasons]:
+            lines.append((True, f"{backend.value} dispatch", f"runs in {', '.join(running)}"))
+        lines += _by_words([answer for answer in beside if answer[1]])
+    return lines
+
+
+def _by_words(answers: Sequence[tuple[str, Sequence[str], str]]) -> list[tuple[bool, str, str]]:
+    """One line for all of which the same is said."""
+    names_of: dict[tuple[bool, str], list[str]] = {}
+    for name, reasons, kernels in answers:
+        # What else would be legal, and for which precision, differs between arms that lack the same.
+        why = "; ".join(re.sub(r"\. (Legal|No) .*| \(precision \w+\)", "", reason) for reason in reasons)
+        names_of.setdefault((not reasons, why or kernels), []).append(name)
+    return [(runs, ", ".join(names), words) for (runs, words), names in names_of.items()]
 
 
 def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
@@ -92,20 +131,28 @@ def examine(*, hardware: str = "local", smoke: bool = False) -> Examination:
     # Of `local` no network is known.
     cluster = None if hardware == "local" else cluster_of(read_hardware(hardware))
     nic = cluster.node.nic_gb_s if cluster else None
-    network = examine_environment(nodes=cluster.nodes if cluster else 1, nic_gb_s=None if nic is None else float(nic))
-    findings = (_processor(), *_gpus(), *map(_package, TESTED), *_tools())
-    arms = [Experiment(precision=precision, ep_backend=backend) for backend in EPBackend for precision in Precision]
+    nodes = cluster.nodes if cluster else 1
+    network = examine_environment(nodes=nodes, nic_gb_s=None if nic is None else float(nic))
+    alone = network if nodes == 1 else examine_environment()
+    gpus_found = tuple(_gpus())
+    stop_all = [gpu_problem() and "nothing is known about this machine's GPUs"]
+    stop_all += [f"{one.name}: {one.found}" for one in gpus_found if one.name == "fabric"]
     # An arm with expert parallelism needs two ranks, but on one GPU the second would find none.
     ranks = 2 if gpu_problem() else min(2, ranks_here())
-    here = {"gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}  # every backend takes full
+    size = {"model": MODEL, "gpus_per_node": ranks, "ep": ranks, "activation_checkpoint": "full"}
+    arms = [
+        Experiment(precision=precision, ep_backend=backend, **size) for backend in EPBackend for precision in Precision
+    ]
+    build = find_build(this_machine())
     return Examination(
-        findings=findings,
-        arms=tuple(_arm(arm.model_copy(update=here)) for arm in arms),
+        findings=(_processor(), *gpus_found, *map(_package, TESTED), *_tools()),
+        arms=tuple(_arm(arm, [why for why in stop_all if why], build, alone) for arm in arms),
         deepep=(*network, smoke_test()) if smoke else network,
     )
 
 
-def _arm(experiment: Experiment) -> ArmAnswer:
+def _arm(experiment: Experiment, stop_all: Sequence[str], build: Build, network: Sequence[Finding]) -> ArmAnswer:
+    backend = experiment.ep_backend
     gpus_here = () if gpu_problem() else gpus()
     # All of them: ranks of one run must compute the same, so one GPU without native kernels decides for all.
     native = bool(gpus_here) and all(has_native_mxfp8(gpu.capability) for gpu in gpus_here)
@@ -115,10 +162,23 @@ def _arm(experiment: Experiment) -> ArmAnswer:
         Precision.MXFP8: "runs with native kernels" if native else "runs emulated: MXFP8 numerics, not its speed",
         Precision.NVFP4: "runs emulated: NVFP4 numerics, not its speed",
     }[experiment.precision]
-    reasons = ["nothing is known about this machine's GPUs"] if gpu_problem() else refusals(experiment)
     # Of several reasons about one field the last is the one about this machine's GPUs.
-    of_fields = {reason.partition(" ")[0]: reason for reason in reasons}
-    return ArmAnswer(name=experiment.arm, kernels=kernels, reason="; ".join(of_fields.values()))
+    reasons = list(stop_all) or list({reason.partition(" ")[0]: reason for reason in refusals(experiment)}.values())
+    needed = {EPBackend.DEEPEP: "V2", EPBackend.HYBRIDEP: "hybrid-ep"}.get(backend)
+    if needed and not any(reason.startswith("ep_backend") for reason in reasons) and not stop_all:
+        if build.kind != needed:
+            reasons.append(
+                f"ep_backend {backend.value} needs another build of DeepEP, {needed}; here: {build.in_words}"
+            )
+        elif broken := [f"{one.name}: {one.found}" for one in network if one.severity == "error"]:
+            reasons.append("; ".join(broken))
+    return ArmAnswer(
+        name=experiment.arm,
+        precision=experiment.precision,
+        backend=backend,
+        kernels=kernels,
+        reasons=tuple(reasons),
+    )
 
 
 def _seen(name: str, found: str, lack: str = "", severity: Severity = "warning") -> Finding:
@@ -135,7 +195,7 @@ def _processor() -> Finding:
 
 
 def _gpus() -> Iterator[Finding]:
-    """The GPUs that a process sees, and which of them are throttled or have memory errors."""
+    """The GPUs that a process sees, and what is wrong with their clocks, memory or fabric."""
     name = "GPUs"
     try:
         listed = gpus()
@@ -159,8 +219,9 @@ def _gpus() -> Iterator[Finding]:
         "; ".join(lacks),
         "note",  # such GPUs train as well
     )
-    # GPUs have had their line: of their clocks and memory only what is wrong is news.
-    yield from (one for one in check_gpus(read_gpus(this_machine())) if not one.ok)
+    # GPUs have had their line: of the rest only what is wrong is news.
+    machine = this_machine()
+    yield from (one for one in (*check_gpus(read_gpus(machine)), *check_fabric(machine)) if not one.ok)
 
 
 def _package(name: str) -> Finding:

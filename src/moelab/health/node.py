@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,11 @@ from typing import Any
 
 import moelab
 from moelab.finding import Finding, fault
-from moelab.health.deepep import examine_environment
-from moelab.health.links import check_rdma
+from moelab.health.deepep import check_rdma, examine_environment
 from moelab.machine import APPLICATION_XIDS, Machine, gpu_problem, gpus, leading_number, this_machine, version
 
 UNREAD = "kernel log"
+_FABRIC = re.compile(r"^\s+Fabric\s*\n\s+State\s*:\s*(.*)\n\s+Status\s*:\s*(.*)$", re.M)
 XID = re.compile(r"NVRM: (Xid \((?:PCI:)?([0-9A-Fa-f:.]+)\): (\d+).*)")
 VERSIONS = ("torch", "torchtitan", "torchao", "triton", "nvidia-nccl-cu13", "deep-ep")
 """Packages that must be the same on all nodes."""
@@ -55,8 +56,21 @@ REMAP_FIELDS = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
 def check_node(machine: Machine) -> Iterator[Finding]:
     """A node's GPUs, its kernel log and its network cards."""
     yield from check_gpus(read_gpus(machine))
+    yield from check_fabric(machine)
     yield from check_kernel_log(machine)
     yield from check_rdma(machine)
+
+
+def check_fabric(machine: Machine) -> Iterator[Finding]:
+    """Whether each GPU has joined the NVLink fabric of its NVSwitches; nothing is said of GPUs that have none."""
+    sections = _FABRIC.findall(machine.run(["nvidia-smi", "-q"]) or "")
+    states = [(state.strip(), status.strip()) for state, status in sections]
+    joined = [one for one in states if one[0] not in ("N/A", "Not Supported", "[N/A]")]
+    if bad := [one for one in joined if one != ("Completed", "Success")]:
+        counts = Counter(f"{state}, {status}" for state, status in bad)
+        yield fault("fabric", "; ".join(f"{count} of {len(states)} GPUs: {words}" for words, count in counts.items()))
+    elif joined:
+        yield Finding(name="fabric", severity="ok", found=f"{len(joined)} GPUs have joined it")
 
 
 def check_kernel_log(machine: Machine) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moelab.errors import MoelabError
 from moelab.experiment import EPBackend
 from moelab.experiment_file import Study
 from moelab.finding import Finding, any_error, as_text, fault
@@ -88,7 +89,6 @@ def preflight(
     runs = runs.absolute()
     here = [*check_room(study, cluster, runs, foresee), _slurm(cluster)]
     plans = tuple(check_plans(study, cluster, foresee)) if study else ()
-    # The dry run raises for a study that is refused.
     if study and cluster.scheduler == "slurm" and not any_error((*here, *plans)):
         here.append(_test_only(study, cluster, runs))
     return Preflight(
@@ -202,7 +202,10 @@ def _slurm(cluster: ClusterProfile) -> Finding:
 def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
     """Ask Slurm about exactly the scripts that would be submitted."""
     name = "sbatch --test-only"
-    scripts = dry_run(study, runs, cluster).scripts
+    try:
+        scripts = dry_run(study, runs, cluster).scripts
+    except MoelabError as error:  # such as a run whose status is damaged; the other findings are worth reading still
+        return fault("submission", str(error))
     try:
         with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
             for script in scripts:
