@@ -37,9 +37,16 @@ COMMUNICATION = (
     "other collectives",
     STRAGGLERS,
 )
+PARTS = (*COMPUTE, *COMMUNICATION)
+"""In the order in which an instant belongs to them."""
 UNCLASSIFIED = ("unknown", "other collectives")
 FEW_ELEMENTS = 1 << 16
 PHASES = ("forward", "recompute", "backward", "optimizer", "unknown")
+
+
+def is_small(collective: Collective | None) -> bool:
+    """Whether next to nothing is moved, such as a few numbers: then all of its time is waiting."""
+    return collective is not None and collective.elements <= FEW_ELEMENTS
 
 
 class Context(NamedTuple):
@@ -100,7 +107,7 @@ def _of_collective(kernel: str, context: Context, collective: Collective | None)
         return STRAGGLERS
     if "all_to_all" in name or "alltoall" in name:
         return axis if axis == "context-parallel collectives" else "all-to-all"
-    if "allreduce" in name.replace("_", "") and collective and collective.elements <= FEW_ELEMENTS:
+    if "allreduce" in name.replace("_", "") and is_small(collective):
         return axis if axis == "tensor-parallel collectives" else STRAGGLERS
     if axis:
         return axis

@@ -14,9 +14,10 @@ several ranks, the rank that waits least came last.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +26,16 @@ import numpy as np
 from moelab.errors import BadInput
 from moelab.hardware import Gpu, known_gpu
 from moelab.planning.project import aligned
-from moelab.traces.categories import COMMUNICATION, COMPUTE, FEW_ELEMENTS, PHASES, STRAGGLERS, UNCLASSIFIED
-from moelab.traces.rank import Places, Rank, length_us
+from moelab.traces.categories import COMMUNICATION, PARTS, PHASES, STRAGGLERS, UNCLASSIFIED, is_small
+from moelab.traces.rank import Cut, Floats, Places, Rank, latest
 from moelab.traces.trace import Rows, read_trace, trace_files
 
+QUEUED_US = 50.0
+"""A kernel that waits this long after its launch shows that the host is ahead of the GPU."""
 RESTART_US = 1000.0
 """What a host needs at most to launch again after it waited; beyond that it did something else."""
-PARTS = {part: place for place, part in enumerate((*COMPUTE, *COMMUNICATION))}
-"""In the order in which an instant belongs to them."""
 SHOWN = 8
 """Rows of a table for a person."""
-_NONE = np.zeros(0, np.intp)
 
 
 @dataclass(frozen=True)
@@ -219,35 +219,20 @@ def stretch_of(explained: Explanation, *, layer: int | None = None, phase: str |
     Raises:
         BadInput: if the trace does not tell layers, or has no such layer or pass.
     """
-    rows, labels = explained.timeline, explained.labels
-    first, last = 0.0, explained.span_ms
+    rows, first, last = explained.timeline, 0.0, explained.span_ms
     if layer is not None:
-        chosen = rows["layer"] == layer
-        if phase is not None:
-            chosen &= rows["phase"] == labels["phase"].index(phase)
         # Its products alone: FSDP's collectives and casts run ahead, in the time of other layers.
-        products = [labels["part"].index(part) for part in ("other GEMMs", "attention", "expert GEMMs")]
-        chosen &= np.isin(rows["part"], products)
+        chosen = rows["layer"] == layer
+        chosen &= np.isin(rows["part"], [PARTS.index(part) for part in ("other GEMMs", "attention", "expert GEMMs")])
+        if phase is not None:
+            chosen &= rows["phase"] == PHASES.index(phase)
         if not chosen.any():
             there = ", ".join(map(str, explained.layers_ms)) or "none, as no annotation of FSDP names them"
             raise BadInput(f"layer {layer}{f', {phase},' if phase else ''} is not in this trace; layers: {there}")
         first, last = float(rows["start"][chosen].min()), float(rows["end"][chosen].max())
-    events, host = (
-        of[(of["end"] >= first) & (of["start"] <= last)] for of in (explained.timeline, explained.host_timeline)
-    )
-    begins, ends = np.maximum(events["start"], first), np.minimum(events["end"], last)
-    is_compute = np.isin(events["part"], [n for n, part in enumerate(labels["part"]) if part not in COMMUNICATION])
-    compute_ms, busy_ms = length_us(begins[is_compute], ends[is_compute]), length_us(begins, ends)  # of ms, so ms
-    return Stretch(first, last, compute_ms, busy_ms, events, host)
-
-
-class _Met(NamedTuple):
-    """What is kept of each rank."""
-
-    path: Path
-    time: RankTime
-    collectives_us: Mapping[Hashable, float]  # how long each took
-    notes: Sequence[str]
+    events, host = (of[(of["end"] >= first) & (of["start"] <= last)] for of in (rows, explained.host_timeline))
+    cut = Cut.of(np.maximum(events["start"], first), np.minimum(events["end"], last), events["part"])
+    return Stretch(first, last, cut.length(cut.computes), cut.length(cut.busy), events, host)
 
 
 def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None = None) -> Explanation:
@@ -267,20 +252,23 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     files = list(trace_files(paths))
     for place, path in enumerate(files):
         try:
-            trace = read_trace(path)
-            one = Rank(trace, step)
+            one = Rank(read_trace(path), step)
         except BadInput as error:  # one bad file of many becomes a note
             if len(files) == 1:
                 raise
             notes.append(str(error))
             continue
-        number = trace.rank if trace.rank is not None else place  # files of unknown ranks are told apart by their order
+        # Files of unknown ranks are told apart by their order.
+        number = place if one.trace.rank is None else one.trace.rank
         if number in met:
             places = [f"{one.parent.name}/{one.name}" for one in (path, met[number].path)]
             notes.append(f"{places[0]} and {places[1]} are both of rank {number}: the first of them is shown")
-        span_us = one.last_us - one.first_us
-        time = RankTime(number, span_us / 1e3, one.compute_us / 1e3, (span_us - one.busy_us) / 1e3, None)
-        met[number] = _Met(path, time, one.met, one.notes)
+        cut = one.cut
+        span_us, compute_us, idle_us = cut.times[-1] - cut.times[0], cut.length(cut.computes), cut.length(~cut.busy)
+        collectives_us = {key: float(one.us[event]) for event, key in one.collectives().items()}
+        time = RankTime(number, float(span_us) / 1e3, compute_us / 1e3, idle_us / 1e3, None)
+        met[number] = _Met(path, time, collectives_us)
+        notes += one.notes
         if number == (min(met) if rank is None else rank):  # of all others the events are let go
             shown = number, one
     if not met:
@@ -291,196 +279,186 @@ def explain(paths: Sequence[Path], *, rank: int | None = None, step: int | None 
     return _explanation(*shown, met, notes)
 
 
-def _skew(met: Mapping[int, _Met]) -> tuple[tuple[RankTime, ...], dict[int, dict[Hashable, float]]]:
-    """Ranks beside each other, and what each waited in each collective, µs."""
-    if len(met) < 2:
-        return (), {}
-    shared = set.intersection(*(set(one.collectives_us) for one in met.values()))
-    # the rank that came last found all others there, so its collective took no more than the exchange itself
+class _Met(NamedTuple):
+    """What is kept of each rank."""
+
+    path: Path
+    time: RankTime
+    collectives_us: Mapping[Hashable, float]
+
+
+def _waited_us(met: Mapping[int, _Met]) -> dict[int, dict[Hashable, float]]:
+    """What each of several ranks waited in each collective; empty if they have none in common."""
+    shared = set.intersection(*(set(one.collectives_us) for one in met.values())) if len(met) > 1 else set()
+    # The rank that came last found all others there, so its collective took no more than the exchange itself.
     least = {key: min(one.collectives_us[key] for one in met.values()) for key in shared}
-    waited = {rank: {key: one.collectives_us[key] - least[key] for key in shared} for rank, one in met.items()}
-    return tuple(
-        replace(one.time, waiting_ms=sum(waited[rank].values()) / 1e3 if shared else None)
-        for rank, one in sorted(met.items())
-    ), waited if shared else {}
+    return {rank: {key: one.collectives_us[key] - least[key] for key in shared} for rank, one in met.items() if shared}
 
 
 def _explanation(number: int, one: Rank, met: Mapping[int, _Met], notes: list[str]) -> Explanation:
-    start, end, trace = one.events["start"], one.events["end"], one.trace
-    ranks, waited = _skew(met)
-    gpu = known_gpu(trace.gpu) if trace.gpu else None
-    if trace.gpu and gpu is None:
-        notes.append(f"the peaks of {trace.gpu} are not known, so no share of peak is shown")
-    notes += [note for other in met.values() for note in other.notes]
-    parts = np.asarray([PARTS[part] for part in one.category], np.int8)
-    by_category = {part: np.flatnonzero(parts == PARTS[part]) for part in dict.fromkeys(one.category)}
-    parts_ms, taken_us = {}, 0.0
-    together = np.zeros(len(parts), bool)
-    for part in PARTS:  # what a part adds to the union of those before it is the time in which none of them ran
-        if part in by_category:
-            together[by_category[part]] = True
-            now_us = length_us(start[together], end[together])
-            parts_ms[part], taken_us = (now_us - taken_us) / 1e3, now_us
+    cut, gpu, waited = one.cut, known_gpu(one.trace.gpu or ""), _waited_us(met)
+    if one.trace.gpu and gpu is None:
+        notes.append(f"the peaks of {one.trace.gpu} are not known, so no share of peak is shown")
+    owner = np.where(cut.busy, cut.runs.argmax(axis=0), -1)  # the first part that runs
+    parts_ms = {PARTS[part]: cut.length(owner == part) / 1e3 for part in np.unique(one.part).tolist()}
     gaps, idle_in_layers_us = _gaps(one)
     for gap in gaps:
         parts_ms[f"idle: {gap.cause}"] = parts_ms.get(f"idle: {gap.cause}", 0.0) + gap.idle_ms
-    unknown: defaultdict[str, float] = defaultdict(float)
-    kernels_ms: defaultdict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-    layers_ms: defaultdict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-    for place, (part, context, ms) in enumerate(
-        zip(one.category, one.contexts, ((end - start) / 1e3).tolist(), strict=True)
-    ):
-        kernels_ms[part][context.phase] += ms
-        if context.layer >= 0:
-            layers_ms[context.layer][context.phase] += ms
-        if part in UNCLASSIFIED:
-            unknown[one.name(place)] += ms
-    kernel_us = float((end - start).sum())
+    unknown: Counter[str] = Counter()
+    for part in UNCLASSIFIED:
+        for place in one.places_of(part):
+            unknown[one.name(place)] += one.us[place] / 1e3
+    kernels_ms = {PARTS[part]: passes for part, passes in _passes_ms(one, one.part).items()}
     return Explanation(
         files=tuple(met[rank].path.name for rank in sorted(met)),
-        rank=trace.rank if len(met) == 1 else number,
-        gpu=trace.gpu,
-        span_ms=(one.last_us - one.first_us) / 1e3,
-        busy_ms=one.busy_us / 1e3,
-        compute_ms=one.compute_us / 1e3,
-        communication_ms=one.communication_us / 1e3,
+        rank=one.trace.rank if len(met) == 1 else number,
+        gpu=one.trace.gpu,
+        span_ms=met[number].time.span_ms,
+        busy_ms=cut.length(cut.busy) / 1e3,
+        compute_ms=met[number].time.compute_ms,
+        communication_ms=cut.length(cut.communicates) / 1e3,
         parts_ms=parts_ms,
-        classified=max(0.0, 1 - sum(unknown.values()) * 1e3 / kernel_us) if kernel_us else 0.0,
+        classified=max(0.0, 1 - 1e3 * sum(unknown.values()) / float(one.us.sum())),
         kernels_ms=dict(sorted(kernels_ms.items(), key=lambda item: -sum(item[1].values()))),
-        layers_ms=dict(sorted(layers_ms.items())),
-        communication=tuple(
-            _communication(one, group, by_category[group], waited.get(number))
-            for group in COMMUNICATION
-            if group in by_category
-        ),
-        products=tuple(_products(one, by_category, gpu)),
+        layers_ms={layer: passes for layer, passes in _passes_ms(one, one.layer).items() if layer >= 0},
+        communication=tuple(_communication(one, waited.get(number))),
+        products=tuple(_products(one, gpu)),
         gaps=gaps,
         steps=one.steps,
         step_count=one.step_count,
-        ranks=ranks,
-        unknown=tuple(sorted(unknown.items(), key=lambda item: -item[1])),
+        ranks=tuple(
+            replace(met[rank].time, waiting_ms=sum(waited[rank].values()) / 1e3 if waited else None)
+            for rank in (sorted(met) if len(met) > 1 else ())
+        ),
+        unknown=tuple(unknown.most_common()),
         edge_ms=_edges_us(one) / 1e3,
         idle_in_layers_ms=idle_in_layers_us / 1e3,
         notes=tuple(dict.fromkeys(notes)),
-        timeline=_timeline(one, parts),
-        host_timeline=_host_timeline(one),
-        labels={"part": tuple(PARTS), "phase": PHASES, "name": trace.names},
+        timeline=_timeline(
+            one, one.events, part=one.part, phase=one.phase, layer=one.layer, stream=one.events["stream"]
+        ),
+        host_timeline=_timeline(one, one.trace.calls, waits=one.blocks),
+        labels={"part": PARTS, "phase": PHASES, "name": one.trace.names},
     )
 
 
-def _timeline(one: Rank, parts: Rows) -> Rows:
-    columns = {"start": "f8", "end": "f8", "part": "i4", "phase": "i4", "name": "i4", "layer": "i4", "stream": "i4"}
-    rows = np.empty(len(one.events), list(columns.items()))
-    rows["start"], rows["end"] = ((one.events[name] - one.first_us) / 1e3 for name in ("start", "end"))
-    rows["part"], rows["name"], rows["stream"] = parts, one.events["name"], one.events["stream"]
-    rows["phase"] = [PHASES.index(context.phase) for context in one.contexts]
-    rows["layer"] = [context.layer for context in one.contexts]
-    return rows
+def _passes_ms(one: Rank, of: Rows) -> dict[int, dict[str, float]]:
+    """Durations of events by what they are of, and by pass."""
+    return {
+        key: {
+            phase: float(one.us[(of == key) & (one.phase == place)].sum()) / 1e3 for place, phase in enumerate(PHASES)
+        }
+        for key in np.unique(of).tolist()
+    }
 
 
-def _host_timeline(one: Rank) -> Rows:
-    calls = one.trace.calls
-    rows = np.empty(len(calls), [("start", "f8"), ("end", "f8"), ("name", "i4"), ("waits", "i4")])
-    rows["start"], rows["end"] = ((calls[name] - one.first_us) / 1e3 for name in ("start", "end"))
-    rows["name"], rows["waits"] = calls["name"], np.isin(np.arange(len(calls)), one.waits)
+def _timeline(one: Rank, events: Rows, **columns: Rows) -> Rows:
+    """Times in ms after the first event, and whole numbers, by start."""
+    rows = np.empty(len(events), [("start", "f8"), ("end", "f8"), *((name, "i4") for name in ("name", *columns))])
+    for side in ("start", "end"):
+        rows[side] = (events[side] - one.cut.times[0]) / 1e3
+    for name, column in (("name", events["name"]), *columns.items()):
+        rows[name] = column
     return rows[np.argsort(rows["start"], kind="stable")]
 
 
 def _gaps(one: Rank) -> tuple[tuple[Gaps, ...], float]:
     """Idle time by cause and by what the host did, and how much of it, µs, ends with a kernel of a layer."""
+    begin, until = (times[~one.cut.busy] for times in (one.cut.times[:-1], one.cut.times[1:]))
+    ended_by = np.searchsorted(np.ascontiguousarray(one.start), until)
     gaps_us: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    begins, untils = one.busy[1][:-1], one.busy[0][1:]  # a gap lies between one busy stretch and the next
-    ended_by = np.searchsorted(np.ascontiguousarray(one.events["start"]), untils).tolist()
-    in_layers_us = 0.0
-    for begin, until, place in zip(begins.tolist(), untils.tolist(), ended_by, strict=True):
-        in_layers_us += (until - begin) * (one.contexts[place].layer >= 0)
-        for cause, where, us in _causes(one, begin, until, place):
-            if us > 0:
-                gaps_us[cause, where].append(us)
+    for cause, where, us in _causes(one, begin, until, ended_by):
+        if us > 0:
+            gaps_us[cause, where].append(us)
     gaps = [Gaps(*key, len(us), sum(us) / 1e3) for key, us in gaps_us.items()]
+    in_layers_us = float((until - begin)[one.layer[ended_by] >= 0].sum())
     return tuple(sorted(gaps, key=lambda gap: -gap.idle_ms)), in_layers_us
 
 
-def _causes(one: Rank, begin: float, until: float, place: int) -> Iterable[tuple[str, str, float]]:
-    """What a gap is made of: cause, what the host did, µs."""
-    calls, host, call = one.trace.calls, one.host, int(one.call[place])
-    if one.on_cpu:
-        yield "host behind", "Python, between operators", until - begin
-        return
-    if call < 0:
-        yield "unknown", "no launch is recorded", until - begin
-        return
-    # a launch that takes long, such as the first of a kernel, which loads it, is the host's time too
-    launched, thread = min(max(float(calls["end"][call]), begin), until), int(calls["thread"][call])
-    cause = "gaps of a graph" if one.graph[place] else "between kernels"
-    yield cause, "launched, and waiting for kernels or memory", until - launched
-    wait, since = one.last_wait(thread, launched), begin
-    if wait >= 0 and launched > begin:
-        ended = float(calls["end"][wait])
-        # a wait from before the gap still explains it if no kernel had to queue since: the host never got ahead again
-        if ended >= begin or not one.was_ahead(ended, launched):
-            since = min(launched, max(begin, ended) + RESTART_US)
-            caller = host.caller(host.at(thread, float(calls["start"][wait])))
-            yield "waiting for a synchronisation", f"{one.trace.names[calls['name'][wait]]} in {caller}", since - begin
-    outermost = host.around(host.at(thread, (since + launched) / 2))
-    yield "host behind", host.name(outermost[-1]) if outermost else "Python", launched - since
+def _causes(one: Rank, begin: Floats, until: Floats, ended_by: Places) -> Iterator[tuple[str, str, float]]:
+    """What gaps are made of, each of the event that ends it: cause, what the host did, µs."""
+    calls, host, call = one.trace.calls, one.host, one.call[ended_by]
+    cause, where = ("host behind", "Python, between operators") if one.on_cpu else ("unknown", "no launch is recorded")
+    for us in (until - begin)[call < 0].tolist():
+        yield cause, where, us
+    begin, until, ended_by, call = begin[call >= 0], until[call >= 0], ended_by[call >= 0], call[call >= 0]
+    # A launch that takes long, such as the first of a kernel, which loads it, is the host's time too.
+    launched, thread = np.clip(calls["end"][call], begin, until), calls["thread"][call]
+    waits = calls[one.blocks]
+    wait = latest(waits["thread"], waits["end"], thread, launched)
+    wait_began, wait_ended = (np.append(waits[side], -np.inf)[wait] for side in ("start", "end"))
+    # A wait from before the gap still explains it if no kernel had to queue since: the host never got ahead again.
+    known = one.call[one.call >= 0]
+    queued = one.start[one.call >= 0] - calls["end"][known] > QUEUED_US
+    queued_at = np.sort(np.append(calls["start"][known][queued], -np.inf))
+    was_ahead = queued_at[np.maximum(np.searchsorted(queued_at, launched) - 1, 0)] >= wait_ended
+    waited = (wait >= 0) & (launched > begin) & ((wait_ended >= begin) | ~was_ahead)
+    since = np.where(waited, np.minimum(launched, np.maximum(begin, wait_ended) + RESTART_US), begin)
+    around_wait, around_launch = host.innermost(thread, wait_began), host.innermost(thread, (since + launched) / 2)
+    for place, event in enumerate(ended_by.tolist()):
+        kernels = "gaps of a graph" if one.graph[event] else "between kernels"
+        yield kernels, "launched, and waiting for kernels or memory", float(until[place] - launched[place])
+        if waited[place]:
+            name, caller = one.trace.names[waits["name"][wait[place]]], host.caller(int(around_wait[place]))
+            yield "waiting for a synchronisation", f"{name} in {caller}", float(since[place] - begin[place])
+        around = host.around(int(around_launch[place]))
+        yield "host behind", host.name(around[-1]) if around else "Python", float(launched[place] - since[place])
 
 
-def _communication(one: Rank, group: str, places: Places, waited: Mapping[Hashable, float] | None) -> Communication:
-    start, end = one.events["start"], one.events["end"]
-    with_compute = np.concatenate([np.flatnonzero(~one.moves_data), places])
-    exposed_us = length_us(start[with_compute], end[with_compute]) - one.compute_us
-    us = length_us(start[places], end[places])
-    waiting_us = sum(waited.get(one.key_of[place], 0.0) for place in places) if waited else _waiting_us(one, places)
-    waiting_ms = None if waiting_us is None else min(waiting_us, us) / 1e3  # waits may overlap
-    return Communication(group, us / 1e3, exposed_us / 1e3, waiting_ms, bool(waited))
+def _communication(one: Rank, waited_us: Mapping[Hashable, float] | None) -> Iterator[Communication]:
+    """Time by group; ``waited_us`` is what this rank waited in each collective, if several ranks were traced."""
+    keys, cut = one.collectives(), one.cut
+    for group in COMMUNICATION:
+        if places := one.places_of(group):
+            runs = cut.runs[PARTS.index(group)]
+            us, exposed_us = cut.length(runs), cut.length(runs & ~cut.computes)
+            if waited_us:
+                waiting_us: float | None = sum(waited_us.get(keys[place], 0.0) for place in places)
+            else:
+                waiting_us = _waiting_us(one, places)
+            waiting_ms = None if waiting_us is None else min(waiting_us, us) / 1e3  # waits may overlap
+            yield Communication(group, us / 1e3, exposed_us / 1e3, waiting_ms, bool(waited_us))
 
 
-def _waiting_us(one: Rank, places: Places) -> float | None:
+def _waiting_us(one: Rank, places: Sequence[int]) -> float | None:
     """What collectives took beyond the fastest of their kind; all of it where next to nothing is moved.
 
     None where every kind ran once only: then nothing tells waiting from moving.
     """
-    kinds: defaultdict[tuple[Any, ...], list[float]] = defaultdict(list)
+    kinds: defaultdict[tuple[str, Any, bool], list[float]] = defaultdict(list)
     for place in places:
         collective = one.collective[place]
-        moved = (collective.name, collective.elements, collective.group) if collective else ()
-        kinds[(int(one.events["name"][place]), *moved)].append(one.us(place))
-    # a barrier or an all-reduce of a few numbers moves nothing to speak of: all of its time is waiting
-    few = {key for key in kinds if len(key) > 1 and key[2] <= FEW_ELEMENTS}
-    if not any(key in few or len(times) > 1 for key, times in kinds.items()):
+        kinds[one.name(place), collective and collective[:3], is_small(collective)].append(float(one.us[place]))
+    if not any(small or len(times) > 1 for (*_, small), times in kinds.items()):
         return None
-    return sum(sum(times) - (0.0 if key in few else len(times) * min(times)) for key, times in kinds.items())
+    return sum(sum(times) - (0.0 if small else len(times) * min(times)) for (*_, small), times in kinds.items())
 
 
 def _edges_us(one: Rank) -> float:
     """Barriers before anything else is exchanged, and after everything."""
-    meets = np.flatnonzero(one.moves_data).tolist()
+    meets = sorted(one.places_of(*COMMUNICATION))
     edges: set[int] = set()
     for order in (meets, meets[::-1]):  # from either end, up to the first collective that training needs
-        for place in order:
-            collective = one.collective[place]
-            if not collective or "barrier" not in collective.name:
-                break
-            edges.add(place)
+        edges.update(takewhile(lambda place: "barrier" in (one.collective[place] or ("",))[0], order))
     places = sorted(edges)
-    return length_us(one.events["start"][places], one.events["end"][places])
+    cut = Cut.of(one.start[places], one.end[places], one.part[places])
+    return cut.length(cut.busy)
 
 
-def _products(one: Rank, by_category: Mapping[str, Places], gpu: Gpu | None) -> Iterable[Product]:
+def _products(one: Rank, gpu: Gpu | None) -> Iterator[Product]:
     grouped: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-    for place in (*by_category.get("expert GEMMs", _NONE), *by_category.get("other GEMMs", _NONE)):
-        shape = int(one.trace.ops["shape"][one.op[place]]) if one.op[place] >= 0 else -1
-        grouped[one.contexts[place].op or one.name(place), shape].append(place)
-    for (op, shape), places in sorted(grouped.items(), key=lambda item: -one.us(item[1])):
-        us, dims = one.us(places), one.trace.shapes[shape] if shape >= 0 else None
-        # an operator that launches several kernels multiplies once; a kernel without operator counts for itself
-        called = len({row if row >= 0 else -2 - place for place, row in zip(places, one.op[places], strict=True)})
+    shapes = np.append(one.trace.ops["shape"], -1)[one.op]
+    for place in one.places_of("expert GEMMs", "other GEMMs"):
+        grouped[one.launcher[place] or one.name(place), int(shapes[place])].append(place)
+    for (op, shape), places in sorted(grouped.items(), key=lambda item: -one.us[item[1]].sum()):
+        us, dims = float(one.us[places].sum()), one.trace.shapes[shape] if shape >= 0 else None
+        # An operator that launches several kernels multiplies once; a kernel without operator counts for itself.
+        count = len({row if row >= 0 else -2 - place for place, row in zip(places, one.op[places], strict=True)})
         flops = _flops(op, dims) if dims else None
-        tflops = flops * called / us / 1e6 if flops and us else None  # operations a µs are 1e-6 TFLOP/s
+        tflops = flops * count / us / 1e6 if flops and us else None  # operations a µs are 1e-6 TFLOP/s
         peak = (gpu.fp8_tflops if "scaled" in op else gpu.bf16_tflops) if gpu else None
         operands = " × ".join(str(dim) for dim in dims[:3] if dim) if dims else None
-        yield Product(op, operands, called, us / 1e3, tflops, tflops / float(peak) if tflops and peak else None)
+        yield Product(op, operands, count, us / 1e3, tflops, tflops / float(peak) if tflops and peak else None)
 
 
 def _flops(op: str, dims: Sequence[Any]) -> float | None:
@@ -501,71 +479,63 @@ def explanation_text(explained: Explanation) -> str:
     compute, exposed, idle = (
         one / explained.span_ms for one in (explained.compute_ms, explained.exposed_communication_ms, explained.idle_ms)
     )
-    loss, loss_ms = explained.longest_loss
-    traced = (
-        f"{_ms(explained.tracing_ms)} of that are barriers that ranks meet at only because they are traced; without "
-        f"them the step takes {_ms(explained.step_ms)}"
-    )
     lines = [
         f"{explained.span_ms:.1f} ms from the first to the last event of {where} ({explained.gpu or 'CPU'}): "
         f"{compute:.1%} compute, {exposed:.1%} exposed communication, {idle:.1%} idle; "
-        f"{explained.classified:.1%} of kernel time is classified",
-        *([traced] if explained.tracing_ms >= 1 else []),
-        *([f"look first at {loss}: {_ms(loss_ms)}"] if loss_ms else []),
-        *(f"note: {note}" for note in explained.notes),
+        f"{explained.classified:.1%} of kernel time is classified"
     ]
-    for heading, rows in _tables(explained).items():
-        if rows:
-            lines += ["", *(line.rstrip() for line in aligned([heading, *rows]))]
+    if explained.tracing_ms >= 1:
+        lines.append(
+            f"{explained.tracing_ms:.1f} ms of that are barriers that ranks meet at only because they are traced; "
+            f"without them the step takes {explained.step_ms:.1f} ms"
+        )
+    loss, loss_ms = explained.longest_loss
+    lines += [f"look first at {loss}: {loss_ms:.1f} ms"] if loss_ms else []
+    lines += [f"note: {note}" for note in explained.notes]
+    for heading, rows in _tables(explained):
+        cells = [
+            ["unknown" if one is None else one if isinstance(one, str) else f"{one:.1f} ms" for one in row]
+            for row in rows
+        ]
+        lines += ["", *(line.rstrip() for line in aligned([heading, *cells]))] if cells else []
     return "\n".join([*lines, *([f"\n{explained.late_rank}"] if explained.late_rank else [])])
 
 
-def _tables(explained: Explanation) -> dict[tuple[str, ...], list[tuple[str, ...]]]:
-    """Rows by heading."""
-    phases, of_layers = (
-        [phase for phase in PHASES if any(row[phase] for row in rows)]
-        for rows in (explained.kernels_ms.values(), explained.layers_ms.values())
-    )
+def _tables(explained: Explanation) -> Iterator[tuple[tuple[str, ...], list[tuple[str | float | None, ...]]]]:
+    """Headings, and rows of words and of ms."""
     parts = sorted(explained.parts_ms.items(), key=lambda item: -item[1])
-    known = {None: "", False: "estimated from the fastest of its kind", True: "measured on all ranks"}
-    return {
-        ("part", "", "of the span"): [(part, _ms(ms), f"{ms / explained.span_ms:.1%}") for part, ms in parts],
-        ("communication", "total", "exposed", "waiting for other ranks", ""): [
-            (
-                one.group,
-                _ms(one.ms),
-                _ms(one.exposed_ms),
-                _ms(one.waiting_ms),
-                known[None if one.waiting_ms is None else one.from_ranks],
-            )
+    yield ("part", "", "of the span"), [(part, ms, f"{ms / explained.span_ms:.1%}") for part, ms in parts]
+    how = {False: "estimated from the fastest of its kind", True: "measured on all ranks"}
+    yield (
+        ("communication", "total", "exposed", "waiting for other ranks", ""),
+        [
+            (one.group, one.ms, one.exposed_ms, one.waiting_ms, "" if one.waiting_ms is None else how[one.from_ranks])
             for one in explained.communication
         ],
-        ("cause of idle time", "what the host did", "gaps", "idle"): [
-            (gap.cause, gap.where[:72], str(gap.count), _ms(gap.idle_ms)) for gap in explained.gaps[:SHOWN]
-        ],
-        ("kernels, durations added up", *phases): [
-            (part, *(_ms(row[phase]) for phase in phases)) for part, row in explained.kernels_ms.items()
-        ],
-        ("layer", *of_layers): [
-            (str(layer), *(_ms(row[phase]) for phase in of_layers)) for layer, row in explained.layers_ms.items()
-        ],
-        ("products", "operands", "calls", "", "", "of peak"): [
+    )
+    yield (
+        ("cause of idle time", "what the host did", "gaps", "idle"),
+        [(gap.cause, gap.where[:72], str(gap.count), gap.idle_ms) for gap in explained.gaps[:SHOWN]],
+    )
+    for heading, table in (
+        ("kernels, durations added up", explained.kernels_ms),
+        ("layer", explained.layers_ms),
+    ):
+        phases = [phase for phase in PHASES if any(row[phase] for row in table.values())]
+        yield (heading, *phases), [(str(key), *(row[phase] for phase in phases)) for key, row in table.items()]
+    yield (
+        ("products", "operands", "calls", "", "", "of peak"),
+        [
             (
-                *(one.op[:48], one.shape or "shapes not recorded", str(one.count), _ms(one.ms)),
-                *_rate(one.tflops, one.share_of_peak, "TFLOP/s"),
+                *(one.op[:48], one.shape or "shapes not recorded", str(one.count), one.ms),
+                "" if one.tflops is None else f"{one.tflops:,.4g} TFLOP/s",
+                "" if one.share_of_peak is None else f"{one.share_of_peak:.0%}",
             )
             for one in explained.products[:SHOWN]
         ],
-        ("rank", "span", "compute", "idle", "waiting for others"): [
-            (str(rank), *map(_ms, times)) for rank, *times in map(astuple, explained.ranks)
-        ],
-        ("unclassified kernels", ""): [(name[:96], _ms(ms, digits=2)) for name, ms in explained.unknown[:SHOWN]],
-    }
-
-
-def _ms(value: float | None, *, digits: int = 1) -> str:
-    return "unknown" if value is None else f"{value:.{digits}f} ms"
-
-
-def _rate(value: float | None, share: float | None, unit: str) -> tuple[str, str]:
-    return ("" if value is None else f"{value:,.4g} {unit}", "" if share is None else f"{share:.0%}")
+    )
+    yield (
+        ("rank", "span", "compute", "idle", "waiting for others"),
+        [(str(rank), *times) for rank, *times in map(astuple, explained.ranks)],
+    )
+    yield ("unclassified kernels", ""), [(name[:96], f"{ms:.2f} ms") for name, ms in explained.unknown[:SHOWN]]

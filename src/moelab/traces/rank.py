@@ -7,77 +7,128 @@ forward, backward or the optimizer; annotations of FSDP and of PyTorch say which
 from __future__ import annotations
 
 import re
-from array import array
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moelab.errors import BadInput
-from moelab.traces.categories import COMMUNICATION, FEW_ELEMENTS, Context, category, communication
-from moelab.traces.trace import RECORD, Rows, Trace
+from moelab.traces.categories import COMMUNICATION, COMPUTE, PARTS, PHASES, Context, category, communication, is_small
+from moelab.traces.trace import OP, RECORD, Rows, Trace
 
 Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
-QUEUED_US = 50.0
-"""A kernel that waits this long after its launch shows that the host is ahead of the GPU."""
-_LAYER = re.compile(r"(?:layers?|blocks?|\bh)[._](\d+)")
+Flags = npt.NDArray[np.bool_]
+_LAYER = re.compile(r"(?:layers?|blocks?|\bh)[._](\d{1,6})")
 _LAYER_BEGINS = re.compile(r"FSDP::pre_(?:forward|backward)\b")
 _LAYER_ENDS = re.compile(r"FSDP::(?:post_forward|post_backward_reduce)\b")
 _OPTIMIZER = re.compile(r"Optimizer\.(?:step|zero_grad)|clip_grad|(?:optimizer|optim)[-_. ]step", re.I)
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|Backward\d*$|^_?backward$")
 _BLOCKS = re.compile(r"synchronize|cudaMemcpy(?:2D|3D|Peer)?$", re.I)
-_FORWARD, _BACKWARD_OF_IT = "CompiledFunction", "CompiledFunctionBackward"
+_HELPER = re.compile("prepare|split_?k(?!ernel)|reduce", re.I)
+_COMPILED, _COMPILED_BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
 
 
-def union_us(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
-    """Merged intervals, by start."""
-    if not len(starts):
-        return starts, ends
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], np.maximum.accumulate(ends[order])  # a short one may lie inside a long one
-    first = np.concatenate([[True], starts[1:] > ends[:-1]])
-    last = np.concatenate([first[1:], [True]])
-    return starts[first], ends[last]
+class Cut(NamedTuple):
+    """A stretch of time, cut where anything begins or ends."""
+
+    times: Floats
+    runs: Flags  # (parts, times - 1): whether each part of a step runs from one time to the next
+
+    @classmethod
+    def of(cls, start: Floats, end: Floats, part: Rows) -> Cut:
+        """Events as they overlap; ``part`` are indices of :data:`PARTS`."""
+        times = np.unique(np.concatenate([start, end]))
+        runs = np.zeros((len(PARTS), max(0, len(times) - 1)), bool)
+        begins, ends = np.searchsorted(times, start), np.searchsorted(times, end)
+        for one in np.unique(part).tolist():
+            change = np.bincount(begins[part == one], minlength=len(times))
+            change -= np.bincount(ends[part == one], minlength=len(times))
+            runs[one] = np.cumsum(change)[:-1] > 0
+        return cls(times, runs)
+
+    def length(self, chosen: Flags) -> float:
+        """Time between the cuts that are chosen."""
+        return float(np.diff(self.times)[chosen].sum())
+
+    @property
+    def busy(self) -> Flags:
+        """Anything runs."""
+        return np.asarray(self.runs.any(axis=0))
+
+    @property
+    def computes(self) -> Flags:
+        """What does not communicate runs."""
+        return np.asarray(self.runs[: len(COMPUTE)].any(axis=0))
+
+    @property
+    def communicates(self) -> Flags:
+        """What does not compute runs."""
+        return np.asarray(self.runs[len(COMPUTE) :].any(axis=0))
 
 
-def length_us(starts: Floats, ends: Floats) -> float:
-    """Length of the union of intervals."""
-    merged = union_us(starts, ends)
-    return float((merged[1] - merged[0]).sum())
+def latest(threads: Rows, times: Floats, of_threads: Rows, until: Floats) -> Places:
+    """For each thread and time asked for, the row of that thread that is the last until then; -1 if there is none.
+
+    Rows are sorted by thread, then by time.
+    """
+    rows = np.full(len(until), -1)
+    for thread in np.unique(of_threads):
+        first, last = np.searchsorted(threads, [thread, thread + 1])
+        asked = of_threads == thread
+        found = first + np.searchsorted(times[first:last], until[asked], side="right") - 1
+        rows[asked] = np.where(found >= first, found, -1)
+    return rows
+
+
+def _rows_with(keys: Rows, wanted: Rows) -> Places:
+    """Row of the first key that equals each of those wanted; -1 where there is none."""
+    if not len(keys):
+        return np.full(len(wanted), -1)
+    order = np.argsort(keys, kind="stable")
+    # beyond the last key searchsorted returns the length; the comparison below turns that into -1
+    rows = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
+    return np.where((keys[rows] == wanted) & (wanted >= 0), rows, -1)
 
 
 class Host:
     """The operators of one trace as trees, one a thread."""
 
     def __init__(self, trace: Trace) -> None:
-        self.names, self.ops, self.calls = trace.names, trace.ops, trace.calls
-        threads, first = np.unique(trace.ops["thread"], return_index=True)
-        last = [*first[1:].tolist(), len(trace.ops)][: len(first)]
-        self._of_thread = {int(one): slice(int(a), b) for one, a, b in zip(threads, first, last, strict=True)}
-        self._start, self._end = (np.ascontiguousarray(trace.ops[name]) for name in ("start", "end"))
-        self.parent, self.own_segments = _tree(trace.ops)
-        self._alike: dict[Context, Context] = {}  # a long trace has few that differ
-        self._layers = {thread: self._layer_changes(there) for thread, there in self._of_thread.items()}
+        self.names, self.ops = trace.names, trace.ops
+        self.start, self.end, self.thread = (np.ascontiguousarray(trace.ops[one]) for one in ("start", "end", "thread"))
+        self.parent = np.full(len(self.ops), -1)
+        around: list[int] = []
+        ends, threads = self.end.data, self.thread.data  # whose elements are Python's own numbers: much faster here
+        for row, start in enumerate(self.start.data):
+            while around and (ends[around[-1]] <= start or threads[around[-1]] != threads[row]):
+                around.pop()
+            self.parent[row] = around[-1] if around else -1
+            around.append(row)
+        self._announced = self._announced_layers()
 
-    def ops_of(self, events: Rows, calls: Places) -> Places:
-        """Row of the innermost operator that each event was launched from; -1 where none is known."""
-        rows = _rows_with(self.ops["external"], events["external"])
-        for place in np.flatnonzero(calls >= 0).tolist():
-            row = self.at(int(self.calls["thread"][calls[place]]), float(self.calls["start"][calls[place]]))
-            rows[place] = row if row >= 0 else rows[place]
+    def _announced_layers(self) -> Places:
+        """The layer that FSDP had announced on the thread of each operator when that began; -1 for none."""
+        begins, ends = (
+            np.asarray([bool(says.match(name)) for name in self.names], bool)[self.ops["name"]]
+            for says in (_LAYER_BEGINS, _LAYER_ENDS)
+        )
+        rows = np.flatnonzero(begins | ends)
+        layers = np.asarray([_layer(self.name(row)) if begins[row] else -1 for row in rows.tolist()], int)
+        times = np.where(begins, self.start, self.end)[rows]
+        order = np.lexsort((layers, times, self.thread[rows]))
+        last = latest(self.thread[rows][order], times[order], self.thread, self.start)
+        return np.append(layers[order], -1)[last]  # of a thread that announced nothing yet the last is -1
+
+    def innermost(self, threads: Rows, times: Floats) -> Places:
+        """Row of the innermost operator of each thread at a time; -1 for none."""
+        rows = latest(self.thread, self.start, threads, times)
+        # the last that began may have ended: look around it
+        while len(self.ops) and (ended := (rows >= 0) & (self.end[rows] < times)).any():
+            rows[ended] = self.parent[rows[ended]]
         return rows
-
-    def at(self, thread: int, time_us: float) -> int:
-        """Row of the innermost operator of a thread at a time, or -1."""
-        there = self._of_thread.get(thread, slice(0, 0))
-        row: int = there.start + int(np.searchsorted(self._start[there], time_us, side="right")) - 1
-        if row < there.start:
-            return -1
-        while row >= 0 and self._end[row] < time_us:  # the last that began may have ended: look around it
-            row = int(self.parent[row])
-        return row
 
     def around(self, row: int) -> list[int]:
         """An operator and all around it, innermost first."""
@@ -96,164 +147,114 @@ class Host:
         if row < 0:
             return Context()
         rows = self.around(row)
-        names = tuple(self.name(one) for one in rows)
+        names = tuple(map(self.name, rows))
         phase = "forward"
         # From the outermost, which the inner ones refine.
         for one, name in zip(reversed(rows), reversed(names), strict=True):
-            # an operator of the backward pass that itself records a gradient computes the forward pass again
-            forward_op = self.ops["sequence"][one] >= 0 and self.ops["forward_thread"][one] == 0
             if _OPTIMIZER.search(name):
                 phase = "optimizer"
             elif _BACKWARD.search(name):
                 phase = "backward"
-            elif phase == "backward" and forward_op:
+            # an operator of the backward pass that itself records a gradient computes the forward pass again
+            elif phase == "backward" and self.ops["sequence"][one] >= 0 and self.ops["forward_thread"][one] == 0:
                 phase = "recompute"
-        layer = next((int(match[1]) for name in names if (match := _LAYER.search(name))), None)
-        if layer is None:
-            times, layers = self._layers[int(self.ops["thread"][row])]
-            place = int(np.searchsorted(times, self.ops["start"][row], side="right")) - 1
-            layer = layers[place] if place >= 0 else -1
-        op = next((name for one, name in zip(rows, names, strict=True) if not self.ops["annotation"][one]), "")
-        context = Context(op=op, around=names, phase=phase, layer=layer)
-        return self._alike.setdefault(context, context)
-
-    def _layer_changes(self, there: slice) -> tuple[Floats, list[int]]:
-        """Times at which a thread goes on to a layer, or leaves it (-1), by what FSDP announces."""
-        says = [place for place, name in enumerate(self.names) if _LAYER_BEGINS.match(name) or _LAYER_ENDS.match(name)]
-        changes = []
-        for row in (np.flatnonzero(np.isin(self.ops["name"][there], says)) + there.start).tolist():
-            begins, layer = _LAYER_BEGINS.match(self.name(row)), _LAYER.search(self.name(row))
-            time_us = float(self.ops["start" if begins else "end"][row])
-            changes.append((time_us, int(layer[1]) if layer and begins else -1))
-        changes.sort()
-        return np.asarray([time_us for time_us, _ in changes]), [layer for _, layer in changes]
+        layer = next((layer for layer in map(_layer, names) if layer >= 0), int(self._announced[row]))
+        op = next((self.name(one) for one in rows if self.ops["kind"][one] == OP), "")
+        return Context(op=op, around=names, phase=phase, layer=layer)
 
     def caller(self, row: int) -> str:
         """The operator that a person knows: the outermost of PyTorch's own around it, never compiled code's digest."""
         names = [name for name in map(self.name, self.around(row)) if not name.startswith("## Call")]
-        best = names[0] if names else "Python"
-        for name in names[1:]:
-            if not (best.startswith("aten::") and name.startswith("aten::")):
-                break
-            best = name
-        return best
+        of_torch = next((n for n, name in enumerate(names) if not name.startswith("aten::")), len(names))
+        return names[max(0, of_torch - 1)] if names else "Python"
 
 
-def _rows_with(keys: Rows, wanted: Rows) -> Places:
-    """Row of the first key that equals each of those wanted; -1 where there is none."""
-    if not len(keys):
-        return np.full(len(wanted), -1)
-    order = np.argsort(keys, kind="stable")
-    # beyond the last key searchsorted returns the length; the comparison below turns that into -1
-    rows = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
-    return np.where((keys[rows] == wanted) & (wanted >= 0), rows, -1)
-
-
-def _tree(ops: Rows) -> tuple[npt.NDArray[np.int32], tuple[array[float], array[float], array[int]]]:
-    """Each operator's parent, and the stretches of time that are an operator's own: start, end, row."""
-    parent = np.full(len(ops), -1, np.int32)
-    stack: list[int] = []
-    starts, ends, rows, since = array("d"), array("d"), array("l"), 0.0
-    # Plain numbers: a loop over millions of elements takes several times as long on numpy's.
-    start, end, thread = (
-        array(code, ops[name].tobytes()) for code, name in (("d", "start"), ("d", "end"), ("i", "thread"))
-    )
-
-    def owns(row: int, until: float) -> None:
-        nonlocal since
-        if until > since:
-            starts.append(since)
-            ends.append(until)
-            rows.append(row)
-            since = until
-
-    def leave(until: float) -> None:
-        while stack and end[stack[-1]] <= until:
-            top = stack.pop()
-            owns(top, end[top])
-
-    for row in range(len(ops)):
-        if stack and thread[row] != thread[stack[-1]]:  # rows are by thread: the one before has ended
-            leave(float("inf"))
-        leave(start[row])
-        if stack:
-            parent[row] = stack[-1]
-            owns(stack[-1], start[row])
-        stack.append(row)
-        since = start[row]
-    leave(float("inf"))
-    return parent, (starts, ends, rows)
+def _layer(name: str) -> int:
+    return int(found[1]) if (found := _LAYER.search(name)) else -1
 
 
 class Rank:
-    """One rank's events of the chosen step; ``contexts``, ``category`` and ``moves_data`` have an element for each."""
+    """One rank's events of the chosen step.
+
+    Each has an element of ``start``, ``end`` and ``us``, of ``part`` and ``phase``, which are indices of PARTS and
+    PHASES, of ``layer`` (-1 where none is told), ``launcher`` (an operator's name, or nothing) and ``collective``.
+    """
 
     def __init__(self, trace: Trace, step: int | None) -> None:
         self.trace, self.host = trace, Host(trace)
         self.notes = list(trace.notes)
         self.on_cpu = not len(trace.events)
-        self.events = self._cpu_events() if self.on_cpu else trace.events
-        # The row of the call that launched each event; -1 where none is recorded, as on a CPU.
-        self.call = _rows_with(trace.calls["correlation"], self.events["correlation"])
+        # The rows of the operator and of the call that launched each event; -1 where none is known.
+        if self.on_cpu:
+            self.events, self.op = self._own_time()
+            self.call = np.full(len(self.op), -1)
+        else:
+            self.events, self.op = trace.events, _rows_with(trace.ops["external"], trace.events["external"])
+            self.call = _rows_with(trace.calls["correlation"], trace.events["correlation"])
+            calls = trace.calls[self.call[self.call >= 0]]
+            by_time = self.host.innermost(calls["thread"], calls["start"])
+            self.op[self.call >= 0] = np.where(by_time >= 0, by_time, self.op[self.call >= 0])
         self._choose_step(step)
+        self.start, self.end = self.events["start"], self.events["end"]
         # Annotations alone are nobody's time, and shares of a span of 0 are no numbers.
-        if not (self.events["end"] > self.events["start"].min(initial=np.inf)).any():
+        if not (self.end > self.start.min(initial=np.inf)).any():
             raise BadInput(f"{trace.path.name} has no kernel or operator that takes time; {RECORD}")
+        self.us = self.end - self.start
         self._classify()
         self._mark_recomputation()
-        start, end, compute = self.events["start"], self.events["end"], ~self.moves_data
-        self.first_us, self.last_us = float(start.min()), float(end.max())
-        self.busy = union_us(start, end)
-        self.busy_us = float((self.busy[1] - self.busy[0]).sum())
-        self.compute_us = length_us(start[compute], end[compute])
-        self.communication_us = length_us(start[~compute], end[~compute])
-        self._find_waits()
-        self.key_of: dict[int, Hashable] = {}
-        orders: defaultdict[str, int] = defaultdict(int)
-        for place in np.flatnonzero(self.moves_data).tolist():
-            collective, name = self.collective[place], self.name(place)
-            orders[name] += 1
-            # NCCL numbers collectives of a group alike on all ranks; other kernels are counted by name
-            numbered = collective is not None and collective.order >= 0
-            self.key_of[place] = (collective.group, collective.order) if numbered else (name, orders[name])  # type: ignore[union-attr]
-        # The time of each, µs, by what ranks recognise it by.
-        self.met = {key: self.us(place) for place, key in self.key_of.items()}
+        self.cut = Cut.of(self.start, self.end, self.part)
+        # Which calls wait for the GPU.
+        self.blocks = np.asarray([bool(_BLOCKS.search(trace.names[name])) for name in trace.calls["name"]], bool)
 
     def name(self, place: int) -> str:
         """Name of an event."""
         return str(self.trace.names[self.events["name"][place]])
 
-    def us(self, places: int | Sequence[int] | Places) -> float:
-        """Duration of events, µs, those at the same time counted each."""
-        return float((self.events["end"][places] - self.events["start"][places]).sum())
+    def places_of(self, *parts: str) -> list[int]:
+        """Events of some parts."""
+        return [place for part in parts for place in np.flatnonzero(self.part == PARTS.index(part)).tolist()]
 
-    def _cpu_events(self) -> Rows:
-        """Stretches of time of which each belongs to an operator alone, as if each ran on a device of its thread."""
-        starts, ends, rows = (np.asarray(column) for column in self.host.own_segments)
-        rows = rows.astype(int)
-        ops = self.trace.ops
+    def collectives(self) -> dict[int, Hashable]:
+        """Of what communicates, by its place, what other ranks recognise it by."""
+        keys: dict[int, Hashable] = {}
+        orders: Counter[str] = Counter()
+        for place in sorted(self.places_of(*COMMUNICATION)):
+            collective, name = self.collective[place], self.name(place)
+            orders[name] += 1
+            # NCCL numbers collectives of a group alike on all ranks; other kernels are counted by name
+            numbered = collective if collective and collective.order >= 0 else None
+            keys[place] = (numbered.group, numbered.order) if numbered else (name, orders[name])
+        return keys
+
+    def _own_time(self) -> tuple[Rows, Places]:
+        """Stretches of time that an operator has for itself, as if a device of its thread ran it, and its row."""
+        host, ops = self.host, self.trace.ops
+        begins, ends, threads = [], [], []
+        for thread in np.unique(host.thread):
+            times = np.unique([column[host.thread == thread] for column in (host.start, host.end)])
+            begins.append(times[:-1])
+            ends.append(times[1:])
+            threads.append(np.full(len(times) - 1, thread))
+        start, end = np.concatenate(begins), np.concatenate(ends)
+        rows = host.innermost(np.concatenate(threads), (start + end) / 2)
+        events = ops[rows].copy()
+        events["start"], events["end"], events["stream"] = start, end, events["thread"]
+        # gloo's exchanges are annotations
         gloo = [index for index, name in enumerate(self.trace.names) if name.startswith(("gloo:", "mpi:", "ucc:"))]
-        kept = (ops["annotation"][rows] == 0) | np.isin(ops["name"][rows], gloo)  # gloo's exchanges are annotations
-        events = np.zeros(int(kept.sum()), self.trace.events.dtype)
-        events["start"], events["end"], events["external"] = starts[kept], ends[kept], rows[kept]
-        events["name"], events["stream"] = ops["name"][rows[kept]], ops["thread"][rows[kept]]
-        events["correlation"], events["collective"] = -1, -1
-        return events[np.argsort(events["start"], kind="stable")]
+        kept = np.flatnonzero((rows >= 0) & ((events["kind"] == OP) | np.isin(events["name"], gloo)))
+        kept = kept[np.argsort(start[kept], kind="stable")]
+        return events[kept], rows[kept]
 
     def _choose_step(self, wanted: int | None) -> None:
-        steps, file = self.trace.steps, self.trace.path.name
-        launched = self.trace.calls["start"][self.call] if len(self.trace.calls) else 0.0
+        file, launched = self.trace.path.name, np.append(self.trace.calls["start"], 0.0)[self.call]
         began = np.where(self.call >= 0, launched, self.events["start"])  # kernels run after the host has gone on
-        inside = {name: (began >= start) & (began < end) for name, start, end in steps}
+        inside = {name: (began >= start) & (began < end) for name, start, end in self.trace.steps}
         spans = {
-            name: float(self.events["end"][chosen].max() - self.events["start"][chosen].min()) / 1e3
-            for name, chosen in inside.items()
-            if chosen.any()
+            name: np.ptp(self.events[of][["start", "end"]].tolist()) / 1e3 for name, of in inside.items() if of.any()
         }
-        self.steps = tuple((name, ms) for name, ms in spans.items() if ms > 0)
-        # Steps in which nothing was launched do not count.
+        self.steps = tuple((name, float(ms)) for name, ms in spans.items() if ms > 0)  # that launched something
         self.step_count = 1 if wanted is not None else max(1, len(self.steps))
-        numbers = {int(match[0]): name for name in inside if (match := re.search(r"\d+", name))}
+        numbers = {int(found[0]): name for name in inside if (found := re.search(r"\d+", name))}
         if wanted is not None:
             if wanted not in numbers:
                 there = ", ".join(map(str, numbers)) or "not marked"
@@ -261,7 +262,7 @@ class Rank:
             chosen = inside[numbers[wanted]]
             if not chosen.any():
                 raise BadInput(f"step {wanted} of {file} has no events")
-            self.events, self.call = self.events[chosen], self.call[chosen]
+            self.events, self.op, self.call = self.events[chosen], self.op[chosen], self.call[chosen]
         elif len(self.steps) > 1:
             self.notes.append(
                 f"{file} has {len(self.steps)} steps ({self.steps[0][0]} to {self.steps[-1][0]}): "
@@ -269,32 +270,30 @@ class Rank:
             )
 
     def _classify(self) -> None:
-        trace, events = self.trace, self.events
-        # The row of the operator that each was launched from, or -1.
-        self.op = events["external"].astype(int) if self.on_cpu else self.host.ops_of(events, self.call)
-        launches = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
-        calls = trace.calls["name"][self.call] if len(trace.calls) else np.zeros(len(events), int)
-        self.graph = (events["graph"] > 0) | ((self.call >= 0) & np.isin(calls, launches))
-        ops, places = np.unique(self.op, return_inverse=True)
-        of_ops = [self.host.context(int(row)) for row in ops]
-        self.contexts: list[Context] = [  # a graph is launched as a whole, from where its kernels were not recorded
-            Context() if graph else of_ops[place] for place, graph in zip(places, self.graph, strict=True)
-        ]
-        self.collective = [trace.collectives[one] if one >= 0 else None for one in events["collective"]]
-        kernels = [trace.names[name] for name in events["name"]]
-        self.category = list(map(category, kernels, self.contexts, self.collective))
-        for place, part in enumerate(self.category):
-            if part == "optimizer" and self.contexts[place].phase == "forward":  # clipping, before its step
-                self.contexts[place] = self.contexts[place]._replace(phase="optimizer")
-        self.moves_data = np.asarray([one in COMMUNICATION for one in self.category], dtype=bool)
-        if not self.on_cpu and not (self.call >= 0).any():
+        trace, launched = self.trace, self.call >= 0
+        self.graph = self.events["graph"] > 0
+        graphs = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
+        self.graph[launched] |= np.isin(trace.calls["name"][self.call[launched]], graphs)
+        # A graph is launched as a whole, from where its kernels were not recorded.
+        rows, places = np.unique(np.where(self.graph, -1, self.op), return_inverse=True)
+        of_rows = list(map(self.host.context, rows.tolist()))
+        contexts = [of_rows[place] for place in places]
+        self.launcher = [one.op for one in contexts]
+        self.layer = np.asarray([one.layer for one in of_rows], int)[places]
+        self.phase = np.asarray([PHASES.index(one.phase) for one in of_rows], int)[places]
+        self.collective = [trace.collectives[one] if one >= 0 else None for one in self.events["collective"]]
+        kernels = [trace.names[name] for name in self.events["name"]]
+        parts = map(category, kernels, contexts, self.collective)
+        self.part = np.asarray(list(map(PARTS.index, parts)), int)
+        clips = (self.part == PARTS.index("optimizer")) & (self.phase == PHASES.index("forward"))  # before its step
+        self.phase[clips] = PHASES.index("optimizer")
+        if not self.on_cpu and not launched.any():
             self.notes.append(
                 f"{trace.path.name} has no correlation between kernels and calls, so the causes of idle time and the "
                 "passes of kernels are not known"
             )
-        by_name = (kernel for kernel, context, one in zip(kernels, self.contexts, self.collective, strict=True)
-                   if not context.op and not one)  # fmt: skip
-        if any(map(communication, by_name)):
+        told = zip(kernels, self.launcher, self.collective, strict=True)
+        if any(communication(kernel) for kernel, launcher, one in told if not launcher and not one):
             self.notes.append(
                 "collectives that name neither operator nor process group are classified by their kernels' names"
             )
@@ -305,53 +304,34 @@ class Rank:
         Compiled code computes again first. For each product of the forward pass, backward has two, and one for each
         exchange of tokens; what there is beyond that is computed again, so the backward pass begins after as many.
         """
-        ops, host = self.trace.ops, self.host
-        ours = [place for place, name in enumerate(host.names) if name in (_FORWARD, _BACKWARD_OF_IT)]
-        compiled = set(np.flatnonzero(np.isin(ops["name"], ours)).tolist())
+        host, sequence = self.host, self.trace.ops["sequence"]
+        ours = [index for index, name in enumerate(host.names) if name in (_COMPILED, _COMPILED_BACKWARD)]
+        compiled = set(np.flatnonzero(np.isin(host.ops["name"], ours)).tolist())
         regions: defaultdict[int, list[int]] = defaultdict(list)
-        for place, row in enumerate(self.op if compiled else ()):
-            if (region := next((one for one in host.around(int(row)) if one in compiled), None)) is not None:
+        for place, row in enumerate(self.op.tolist() if compiled else ()):
+            if (region := next((one for one in host.around(row) if one in compiled), None)) is not None:
                 regions[region].append(place)
-        forward = {int(ops["sequence"][region]): region for region in regions if host.name(region) == _FORWARD}
+        forward_of = {int(sequence[one]): places for one, places in regions.items() if host.name(one) == _COMPILED}
         for region, places in regions.items():
-            before = regions.get(forward.get(int(ops["sequence"][region]), -1), [])
-            if host.name(region) != _BACKWARD_OF_IT or not before:
-                continue
-            places.sort(key=lambda place: self.call[place])  # in the order of launches, whatever the stream
-            experts = any(self.category[place] == "expert GEMMs" for place in before)
-            last = -1
-            for part, needed in (("expert GEMMs" if experts else "other GEMMs", 2), ("all-to-all", 1)):
-                there, forth = (self._those_of(part, of_region) for of_region in (places, before))
-                if part == "all-to-all":  # counts of tokens go forth only
-                    moved = [(place, self.collective[place]) for place in forth]
-                    forth = [place for place, one in moved if one is None or one.elements > FEW_ELEMENTS]
-                if (more := len(there) - needed * len(forth)) > 0:
-                    last = max(last, places.index(there[min(more, len(there)) - 1]))
-            for place in places[: last + 1]:
-                self.contexts[place] = self.contexts[place]._replace(phase="recompute")
+            before = forward_of.get(int(sequence[region]))
+            if host.name(region) == _COMPILED_BACKWARD and before:
+                places.sort(key=lambda place: self.call[place])  # in the order of launches, whatever the stream
+                self.phase[places[: self._recomputed(before, places)]] = PHASES.index("recompute")
 
-    def _those_of(self, part: str, places: list[int]) -> list[int]:
-        """Products or exchanges themselves, without their helpers."""
-        helper = re.compile("prepare|split_?k(?!ernel)|reduce", re.IGNORECASE)
-        return [place for place in places if self.category[place] == part and not helper.search(self.name(place))]
+    def _recomputed(self, before: list[int], places: list[int]) -> int:
+        """How many of a compiled backward's events are the forward pass again; ``before`` are those of that pass."""
 
-    def _find_waits(self) -> None:
-        calls, names = self.trace.calls, self.trace.names
-        blocking = np.isin(calls["name"], [index for index, name in enumerate(names) if _BLOCKS.search(name)])
-        self.waits = np.flatnonzero(blocking)
-        threads = calls["thread"][self.waits]
-        self._of_thread = {int(thread): self.waits[threads == thread] for thread in np.unique(threads)}
-        launched = self.call[self.call >= 0]
-        lead = self.events["start"][self.call >= 0] - calls["end"][launched]  # time that a kernel waited in the queue
-        self._ahead = np.sort(calls["start"][launched][lead > QUEUED_US])
+        def those_of(part: str, among: list[int]) -> list[int]:  # products or exchanges, without their helpers
+            found = [place for place in among if PARTS[self.part[place]] == part]
+            return [place for place in found if not _HELPER.search(self.name(place))]
 
-    def last_wait(self, thread: int, until: float) -> int:
-        """Row of a thread's last call that waited for the GPU and returned by a time; -1 if there is none."""
-        rows = self._of_thread.get(thread, self.waits[:0])
-        place = int(np.searchsorted(self.trace.calls["end"][rows], until, side="right")) - 1
-        return int(rows[place]) if place >= 0 else -1
-
-    def was_ahead(self, since: float, until: float) -> bool:
-        """Whether a kernel launched between two times had to queue."""
-        place = int(np.searchsorted(self._ahead, until)) - 1
-        return place >= 0 and bool(self._ahead[place] >= since)
+        again = 0
+        products = "expert GEMMs" if those_of("expert GEMMs", before) else "other GEMMs"
+        for part, needed in ((products, 2), ("all-to-all", 1)):
+            there, forth = those_of(part, places), those_of(part, before)
+            if part == "all-to-all":  # counts of tokens go forth only
+                forth = [one for one in forth if not is_small(self.collective[one])]
+            more = min(len(there) - needed * len(forth), len(there))
+            if more > 0:
+                again = max(again, places.index(there[more - 1]) + 1)
+        return again
