@@ -183,13 +183,12 @@ def test_the_gpu_and_the_experiment_choose_padding_and_arithmetic(gpu: Any, fiel
     with assume_gpu(gpu):
         model = model_of(trainer_config(experiment))
     assert layers_of(model) == [layer] * 3
-    nvfp4 = experiment.precision is Precision.NVFP4
     for routed in parts(model, RoutedExperts):
         assert getattr(routed.token_dispatcher, "kernels", "emulated") == "emulated"
         if experiment.precision is not Precision.FP8:
             experts, kernels = routed.inner_experts, "native" if gpu == B300 else "emulated"
-            made = (experts.nvfp4, experts.kernels, experts.wgrad, experts.pad_inside)
-            assert made == (nvfp4, kernels, experiment.wgrad, False)  # the dispatcher pads
+            made = (experts.precision, experts.kernels, experts.wgrad, experts.pad_inside)
+            assert made == (experiment.precision, kernels, experiment.wgrad, False)  # the dispatcher pads
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -20,7 +20,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.layout import check, facts_of, faults, rules
 from moelab.model import shape_for
-from moelab.mxfp8.converter import LINEARS, MXFP8Converter
+from moelab.mxfp8.converter import LINEARS, Quantiser
 from moelab.mxfp8.experts import grouped_mm
 from moelab.mxfp8.quantise import NotWholeBlocks
 from moelab.titan.models import model_spec
@@ -259,7 +259,7 @@ def test_linears_are_whole_where_the_converter_takes_them(dimension: str, size: 
     own = Experiment(precision="mxfp8", quantize="experts+linears", shape={dimension: size})
     model = model_spec("nano", ep_backend="standard", shape=shape_for(own)).model
     try:
-        MXFP8Converter.Config(kernels="emulated", linears=list(LINEARS)).build().convert(model)
+        Quantiser.Config(kernels="emulated", linears=list(LINEARS)).build().convert(model)
     except Refused:
         assert f"{dimension} is {size}" in check(own).reasons[0]
     else:

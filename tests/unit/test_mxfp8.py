@@ -22,10 +22,10 @@ from moelab.micro.grouped_gemm_run import NoKernels, require_kernels, why_not
 from moelab.mxfp8 import kernels
 from moelab.mxfp8.converter import (
     LINEARS,
-    MXFP8Converter,
     MXFP8EmulatedLinear,
     MXFP8Experts,
     NothingConverted,
+    Quantiser,
     converted_modules,
     op_config,
 )
@@ -95,7 +95,7 @@ def test_native_linears_are_torchaos_own(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_on_a_processor_experts_alone_are_converted_by_default(
     backend: str, dispatcher: type, pads_inside: bool
 ) -> None:
-    model = MXFP8Converter.Config().build().convert(model_spec("nano", ep_backend=backend).model)
+    model = Quantiser.Config().build().convert(model_spec("nano", ep_backend=backend).model)
     layers = [routed for _, routed, _, _ in model.traverse(RoutedExperts.Config)]
     made = [(type(routed.token_dispatcher), routed.inner_experts.pad_inside) for routed in layers]
     assert made == [(dispatcher.Config, pads_inside)] * 3
@@ -109,7 +109,7 @@ def test_on_a_processor_experts_alone_are_converted_by_default(
 def test_linears_are_converted_when_asked_but_never_router_embedding_or_head() -> None:
     model = model_spec("nano", ep_backend="standard").model
     with torch.device("meta"):
-        names = converted_modules(MXFP8Converter.Config(linears=list(LINEARS)).build().convert(model).build())
+        names = converted_modules(Quantiser.Config(linears=list(LINEARS)).build().convert(model).build())
     assert len(names) == 35  # 4 layers of 5 MLA projections, 4 feed-forwards of 3, 3 layers of experts
     assert not [name for name in names if "gate" in name or "lm_head" in name or "embeddings" in name]
     assert {"layers.0.feed_forward.w1", "layers.1.moe.shared_experts.w2"} < set(names)
@@ -118,12 +118,12 @@ def test_linears_are_converted_when_asked_but_never_router_embedding_or_head() -
 def test_what_cannot_be_converted_is_named() -> None:
     model = model_spec("nano", ep_backend="standard").model
     with pytest.raises(NothingConverted, match="no routed experts"):
-        MXFP8Converter.Config().build().convert(Linear.Config(in_features=32, out_features=32))
+        Quantiser.Config().build().convert(Linear.Config(in_features=32, out_features=32))
     with pytest.raises(NothingConverted, match=r"no linear .*no_such_part"):
-        MXFP8Converter.Config(linears=["no_such_part"]).build().convert(model)
+        Quantiser.Config(linears=["no_such_part"]).build().convert(model)
     model.layers[0].attention.wkv_a.out_features = 80
     with pytest.raises(Refused, match=r"layers\.0\.attention\.wkv_a.*80, not a multiple of 32"):
-        MXFP8Converter.Config(linears=list(LINEARS)).build().convert(model)
+        Quantiser.Config(linears=list(LINEARS)).build().convert(model)
 
 
 # Kernels

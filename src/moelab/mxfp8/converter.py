@@ -1,7 +1,7 @@
-"""Quantised experts, and linears when asked, as TorchTitan model converters: MXFP8, NVFP4 and row-wise FP8.
+"""Quantised experts, and linears when asked, as a TorchTitan model converter: MXFP8, NVFP4 and row-wise FP8.
 
-TorchTitan 0.3.0 has such converters and refuses anything below SM100. These do the same there, with the same torchao
-kernels, and emulate elsewhere, so that an experiment means the same on every machine: the linears by torchao's
+TorchTitan 0.3.0 has such converters and refuses anything below SM100. This one does the same there, with the same
+torchao kernels, and emulates elsewhere, so that an experiment means the same on every machine: the linears by torchao's
 emulation, the experts by :mod:`moelab.mxfp8.experts`, which has the same numbers.
 
 Quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
@@ -67,20 +67,24 @@ class MXFP8Experts(_TitanExperts):
         kernels: Kernels = "native"
         wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
         pad_inside: bool = False
-        nvfp4: bool = False
+        precision: Literal["mxfp8", "nvfp4"] = "mxfp8"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.multiplies_in: Literal["mxfp8", "nvfp4"] = "nvfp4" if config.nvfp4 else "mxfp8"
-        self._kernels, self._wgrad, self._pad_inside = config.kernels, config.wgrad, config.pad_inside
+        self.multiplies_in = config.precision
+        self._kernels = config.kernels
+        self._how: dict[str, Any] = {
+            "precision": config.precision,
+            "wgrad": config.wgrad,
+            "pad_inside": config.pad_inside,
+        }
         # What TorchTitan's `_grouped_mm` hands to torchao; its constructor has put a recipe of torchao's there.
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Multiply ``A`` (M, K) by ``B_t`` (G, K, N), group by group; groups end at ``offs``."""
         if self._kernels == "emulated":
-            how: dict[str, Any] = {"wgrad": self._wgrad, "pad_inside": self._pad_inside}
-            return grouped_mm(A, B_t, offs, **how, precision=self.multiplies_in)
+            return grouped_mm(A, B_t, offs, **self._how)
         # TorchTitan's, by torchao's kernels with the settings above.
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 
@@ -140,38 +144,50 @@ class MXFP8EmulatedLinear(MXFP8Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class MXFP8Converter(QuantizationConverter):
-    """Replaces the experts (and linears) of a model's configuration by their MXFP8 form, or experts by their NVFP4."""
+class Quantiser(QuantizationConverter):
+    """Replaces the experts of a model's configuration, and the linears that are named, by their form in a precision."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(QuantizationConverter.Config):
-        """``kernels`` is already resolved: ``native`` or ``emulated``, which ``nvfp4`` always is."""
+        """``kernels`` are resolved already; FP8's are native, NVFP4's emulated."""
 
+        precision: str = "mxfp8"  # or nvfp4, fp8
         kernels: Kernels = "emulated"
-        wgrad: Literal["mxfp8", "bf16"] = "mxfp8"
-        nvfp4: bool = False
-        linears: list[str] = field(default_factory=list)
+        wgrad: str = "mxfp8"  # or fp8, bf16
+        linears: list[str] = field(default_factory=list)  # parts of their names
 
     def __init__(self, config: Config) -> None:
         self.config = config
 
     def convert(self, model_config: Any) -> Any:
         """Convert a model's configuration in place; :class:`NothingConverted` if it lacks what should be quantised."""
-        kernels, nvfp4 = self.config.kernels, self.config.nvfp4
-        for _name, config, parent, attribute in _experts_of(model_config, "NVFP4" if nvfp4 else "MXFP8"):
+        precision, kernels, wgrad = self.config.precision, self.config.kernels, self.config.wgrad
+        layers = list(model_config.traverse(GroupedExperts.Config))
+        if not layers:
+            raise NothingConverted(
+                f"the model has no routed experts, so {precision.upper()} has nothing to quantise; use precision bf16"
+            )
+        for _name, experts, routed, attribute in layers:
             # moelab's DeepEP dispatcher, put in place by an override later, pads by itself; TorchTitan's, which pads
             # where it permutes, needs Triton, so that on a CPU the emulated product pads.
-            dispatcher_pads = isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config)
+            dispatcher_pads = isinstance(routed.token_dispatcher, DeepEPTokenDispatcher.Config)
             pad_inside = kernels == "emulated" and not torch.cuda.is_available() and not dispatcher_pads
             if not pad_inside and not dispatcher_pads:
-                swap_token_dispatcher(parent, GROUP_PADDING["nvfp4" if nvfp4 else f"mxfp8_{kernels}"])
-            how = {"kernels": kernels, "wgrad": self.config.wgrad, "pad_inside": pad_inside, "nvfp4": nvfp4}
-            setattr(parent, attribute, derive(config, MXFP8Experts.Config, **how))
+                swap_token_dispatcher(routed, GROUP_PADDING[f"mxfp8_{kernels}" if precision == "mxfp8" else precision])
+            if precision == "fp8":
+                parent = type(experts)._owner
+                # TorchTitan looks here for quantised experts, whose steps it prints without an MFU.
+                _float8_experts_cache[parent] = quantised = quantised_experts(parent, "fp8")
+                converted = derive(experts, quantised.Config, wgrad=wgrad)
+            else:
+                how = {"kernels": kernels, "wgrad": wgrad, "pad_inside": pad_inside, "precision": precision}
+                converted = derive(experts, MXFP8Experts.Config, **how)
+            setattr(routed, attribute, converted)
         if self.config.linears:
-            self._convert_linears(model_config)
+            (self._convert_to_fp8 if precision == "fp8" else self._convert_to_mxfp8)(model_config)
         return model_config
 
-    def _convert_linears(self, model_config: Any) -> None:
+    def _convert_to_mxfp8(self, model_config: Any) -> None:
         parts = self.config.linears
         linears = [row for row in model_config.traverse(Linear.Config) if any(part in row[0] for part in parts)]
         if not linears:
@@ -190,50 +206,17 @@ class MXFP8Converter(QuantizationConverter):
             else:
                 setattr(parent, attribute, converted)
 
-
-class FP8Converter(QuantizationConverter):
-    """Replaces the experts (and linears) of a model's configuration by their row-wise FP8 form, wgrad in BF16."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(QuantizationConverter.Config):
-        """``linears``: parts of the names of linears that are quantised too; ``wgrad``: of the experts."""
-
-        wgrad: Literal["fp8", "bf16"] = "bf16"
-        linears: list[str] = field(default_factory=list)
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def convert(self, model_config: Any) -> Any:
-        """Convert a model's configuration in place; :class:`NothingConverted` if it has no routed experts."""
-        for _name, config, parent, attribute in _experts_of(model_config, "FP8"):
-            if not isinstance(parent.token_dispatcher, DeepEPTokenDispatcher.Config):
-                swap_token_dispatcher(parent, GROUP_PADDING["fp8"])
-            experts = quantised_experts(type(config)._owner, "fp8")
-            # TorchTitan looks here for quantised experts, whose steps it prints without an MFU.
-            _float8_experts_cache[type(config)._owner] = experts
-            setattr(parent, attribute, derive(config, experts.Config, wgrad=self.config.wgrad))
-        if self.config.linears:
-            # TorchTitan's converter takes the names of what it leaves alone.
-            names = [name for name, *_ in model_config.traverse(Linear.Config)]
-            others = [name for name in names if not any(part in name for part in self.config.linears)]
-            # Of torchao's recipes the one that keeps wgrad in BF16: with it a linear is cast along one axis alone.
-            linears = Float8LinearConverter.Config(
-                model_compile_enabled=self.config.model_compile_enabled,
-                recipe_name="rowwise_with_gw_hp",
-                filter_fqns=others,
-            )
-            linears.build().convert(model_config)
-        return model_config
-
-
-def _experts_of(model_config: Any, format_: str) -> list[Any]:
-    experts = list(model_config.traverse(GroupedExperts.Config))
-    if not experts:
-        raise NothingConverted(
-            f"the model has no routed experts, so {format_} has nothing to quantise; use precision bf16"
+    def _convert_to_fp8(self, model_config: Any) -> None:
+        # TorchTitan's converter takes the names of what it leaves alone.
+        names = [name for name, *_ in model_config.traverse(Linear.Config)]
+        others = [name for name in names if not any(part in name for part in self.config.linears)]
+        # Of torchao's recipes the one that keeps wgrad in BF16: with it a linear is cast along one axis alone.
+        linears = Float8LinearConverter.Config(
+            model_compile_enabled=self.config.model_compile_enabled,
+            recipe_name="rowwise_with_gw_hp",
+            filter_fqns=others,
         )
-    return experts
+        linears.build().convert(model_config)
 
 
 def converted_modules(model: nn.Module) -> list[str]:

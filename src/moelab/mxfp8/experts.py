@@ -65,7 +65,6 @@ from moelab.mxfp8.quantise import (
     NVFP4_BLOCK,
     Precision8,
     expand,
-    fake_quantise_both,
     fake_quantise_columns,
     fake_quantise_nvfp4,
     fake_quantise_rows,
@@ -82,26 +81,37 @@ class _EmulatedMXFP8:
     block = BLOCK
 
     @staticmethod
+    def along_rows(x: Tensor, ends_e: Tensor | None) -> Tensor:
+        """Cast along the last axis, and back; ``ends_e`` are None of weights."""
+        del ends_e
+        return fake_quantise_rows(x)
+
+    @staticmethod
+    def along_columns(x: Tensor, ends_e: Tensor | None) -> Tensor:
+        """Cast along the last axis but one, and back; transposed."""
+        del ends_e
+        return fake_quantise_columns(x)
+
+    @staticmethod
     def arrived(data_RD: Tensor, scales_RS: Any, ends_e: Tensor) -> Any:
         """Left operand of rows that came in 8 bits."""
         del ends_e
         return expand(data_RD, scales_RS, "mxfp8")
 
-    @staticmethod
-    def rows(x_RK: Tensor, ends_e: Tensor) -> Any:
+    @classmethod
+    def rows(cls, x_RK: Tensor, ends_e: Tensor) -> Any:
         """Left operand of BF16 rows."""
-        del ends_e
-        return fake_quantise_rows(x_RK)
+        return cls.along_rows(x_RK, ends_e)
 
-    @staticmethod
-    def weights(weights_eNK: list[Tensor]) -> Any:
+    @classmethod
+    def weights(cls, weights_eNK: list[Tensor]) -> Any:
         """Right operand ``(e, K, N)`` of a product with weights side by side, which sums over their last axis."""
-        return fake_quantise_rows(beside(weights_eNK)).transpose(-2, -1)
+        return cls.along_rows(beside(weights_eNK), None).transpose(-2, -1)
 
-    @staticmethod
-    def transposed_weights(weights_eNK: list[Tensor]) -> Any:
+    @classmethod
+    def transposed_weights(cls, weights_eNK: list[Tensor]) -> Any:
         """Right operand ``(e, N, K)`` of the gradient's product, which sums over the columns of all weights."""
-        return fake_quantise_columns(beside(weights_eNK)).transpose(-2, -1)
+        return cls.along_columns(beside(weights_eNK), None).transpose(-2, -1)
 
     @staticmethod
     def product(left: Any, right: Any, ends_e: Tensor) -> Tensor:
@@ -136,11 +146,6 @@ class _EmulatedMXFP8:
         return gate + up
 
     @classmethod
-    def gradient_and_wgrad(cls, grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> tuple[Any, Tensor]:
-        """The gradient as a left operand, and the gradient of the weight."""
-        return cls.rows(grad_RN, ends_e), cls.wgrads(grad_RN, x_RK, ends_e, 1)[0]
-
-    @classmethod
     def wgrads_of_gate_and_up(cls, grad_RH: Tensor, rows: list[Tensor], ends_e: Tensor) -> list[Tensor]:
         """Gradients of w1 and w3; ``rows`` are BF16 or data and scales, as they came.
 
@@ -165,39 +170,32 @@ class _EmulatedMXFP8:
 
 class _EmulatedMXFP8WithWgrad(_EmulatedMXFP8):
     @classmethod
-    def gradient_and_wgrad(cls, grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor) -> tuple[Any, Tensor]:
-        left, grad_NR = fake_quantise_both(grad_RN)
-        return left, operators.quantised_wgrad(grad_NR, fake_quantise_columns(x_RK), ends_e)
-
-    @classmethod
     def wgrads(cls, grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
         # Blocks along the tokens do not cross columns, so the weights' gradients can be cast together and cut after.
-        grad_NR, x_KR = fake_quantise_columns(grad_RN), fake_quantise_columns(x_RK)
+        grad_NR, x_KR = cls.along_columns(grad_RN, ends_e), cls.along_columns(x_RK, ends_e)
         return [operators.quantised_wgrad(part, x_KR, ends_e) for part in grad_NR.chunk(weights)]
 
 
-class _EmulatedNVFP4(_EmulatedMXFP8):
+class _NVFP4Casts:
     block = NVFP4_BLOCK
 
     @staticmethod
-    def rows(x_RK: Tensor, ends_e: Tensor) -> Any:
-        return fake_quantise_nvfp4(x_RK, ends_e)
+    def along_rows(x: Tensor, ends_e: Tensor | None) -> Tensor:
+        return fake_quantise_nvfp4(x, ends_e)
 
     @staticmethod
-    def weights(weights_eNK: list[Tensor]) -> Any:
-        return fake_quantise_nvfp4(beside(weights_eNK), None).transpose(-2, -1)
-
-    @staticmethod
-    def transposed_weights(weights_eNK: list[Tensor]) -> Any:
-        # The cast of the transpose, which has the same largest magnitude.
-        return fake_quantise_nvfp4(beside(weights_eNK).transpose(-2, -1).contiguous(), None).transpose(-2, -1)
+    def along_columns(x: Tensor, ends_e: Tensor | None) -> Tensor:
+        if ends_e is None:  # the transpose of a weight has the same largest magnitude
+            return fake_quantise_nvfp4(x.transpose(-2, -1).contiguous(), None)
+        return fake_quantise_nvfp4(x, ends_e, True)
 
 
-class _EmulatedNVFP4WithWgrad(_EmulatedNVFP4):
-    @classmethod
-    def wgrads(cls, grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tensor]:
-        grad_NR, x_KR = (fake_quantise_nvfp4(operand, ends_e, True) for operand in (grad_RN, x_RK))
-        return [operators.quantised_wgrad(part, x_KR, ends_e) for part in grad_NR.chunk(weights)]
+class _EmulatedNVFP4(_NVFP4Casts, _EmulatedMXFP8):
+    """Likewise, in NVFP4."""
+
+
+class _EmulatedNVFP4WithWgrad(_NVFP4Casts, _EmulatedMXFP8WithWgrad):
+    """Likewise, in NVFP4."""
 
 
 class _In8Bits(_EmulatedMXFP8):
@@ -409,10 +407,10 @@ class _GroupedMM(torch.autograd.Function):
         x_RK, weight_eKN, ends_e, place_R = ctx.saved_tensors
         how = ARITHMETIC[ctx.arithmetic]
         grad_RN = grad_RN.contiguous() if place_R is None else _pad(grad_RN, place_R, x_RK.shape[0])
-        grad, wgrad_eNK = how.gradient_and_wgrad(grad_RN, x_RK, ends_e)
+        (wgrad_eNK,) = how.wgrads(grad_RN, x_RK, ends_e, 1)
         # Quantised a second time, along N: keeping both forms would double the memory of the weights.
         weights = how.transposed_weights([weight_eKN.transpose(-2, -1).contiguous()])
-        dgrad_RK = how.product(grad, weights, ends_e)
+        dgrad_RK = how.product(how.rows(grad_RN, ends_e), weights, ends_e)
         if place_R is not None:
             dgrad_RK = dgrad_RK.index_select(0, place_R)
         return dgrad_RK, wgrad_eNK.transpose(-2, -1), None, None, None

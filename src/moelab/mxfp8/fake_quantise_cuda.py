@@ -1,7 +1,7 @@
-"""Fake quantisation on CUDA: one Triton kernel that reads a tensor once, behind the three operators of ``quantise.py``.
+"""Fake quantisation on CUDA: a Triton kernel that reads a tensor once, behind the operators of ``quantise.py``.
 
-The arithmetic is that module's, bit for bit. It is memory-bound: a BF16 value read, and one written for each of the two
-block axes that is asked for. Offsets are 64-bit, for a tensor may have more than 2^31 values.
+The arithmetic is that module's, bit for bit. It is memory-bound: a BF16 value is read and one written. Offsets are
+64-bit, for a tensor may have more than 2^31 values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
 from moelab.mxfp8 import quantise
-from moelab.mxfp8.quantise import empty_transposed, require_whole_blocks
+from moelab.mxfp8.quantise import BLOCK, empty_transposed, require_whole_blocks
 
 ROWS_TILE = (256, 32, 4)
 """Rows, columns and warps of a program that only wants blocks along rows: 32 columns make it one stretch of memory."""
@@ -44,56 +44,31 @@ def _round_trip(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
-    x_BRC,
-    rows_BRC,
-    columns_BCR,
-    R,
-    C,
-    ALONG_ROWS: tl.constexpr,
-    ALONG_COLUMNS: tl.constexpr,
-    TILE_R: tl.constexpr,
-    TILE_C: tl.constexpr,
-):
+def _kernel(x_BRC, out, R, C, TRANSPOSED: tl.constexpr, TILE_R: tl.constexpr, TILE_C: tl.constexpr):  # type: ignore[no-untyped-def]
     tiles_C = tl.cdiv(C, TILE_C)
     r = (tl.program_id(0) // tiles_C).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)[:, None]
     c = (tl.program_id(0) % tiles_C).to(tl.int64) * TILE_C + tl.arange(0, TILE_C)[None, :]
     start = tl.program_id(1).to(tl.int64) * R * C
     inside = (r < R) & (c < C)
     x = tl.load(x_BRC + start + r * C + c, mask=inside, other=0.0)
-    if ALONG_ROWS:
-        tl.store(rows_BRC + start + r * C + c, _round_trip(x, TILE_R, TILE_C), mask=inside)
-    if ALONG_COLUMNS:
+    if TRANSPOSED:
         quantised = _round_trip(tl.trans(x), TILE_C, TILE_R)
-        tl.store(columns_BCR + start + tl.trans(c) * R + tl.trans(r), quantised, mask=tl.trans(inside))
+        tl.store(out + start + tl.trans(c) * R + tl.trans(r), quantised, mask=tl.trans(inside))
+    else:
+        tl.store(out + start + r * C + c, _round_trip(x, TILE_R, TILE_C), mask=inside)
 
 
-def launch(
-    x_BRC: torch.Tensor,
-    rows_BRC: torch.Tensor | None,
-    columns_BCR: torch.Tensor | None,
-    tile: tuple[int, int, int],
-) -> None:
-    """Fill ``rows_BRC`` in blocks along C, ``columns_BCR`` in blocks along R, or both; all BF16 and contiguous.
+def launch(x_BRC: torch.Tensor, out: torch.Tensor, tile: tuple[int, int, int], *, transposed: bool) -> torch.Tensor:
+    """Fill ``out`` in blocks along C, or transposed in blocks along R; both BF16 and contiguous.
 
     A ``tile`` has the rows and columns of a program, multiples of 32 and powers of two, and its warps.
     """
-    if not x_BRC.numel():
-        return
-    R, C = x_BRC.shape[-2:]
-    tile_R, tile_C, warps = tile
-    _kernel[(triton.cdiv(R, tile_R) * triton.cdiv(C, tile_C), x_BRC.numel() // (R * C))](
-        x_BRC,
-        x_BRC if rows_BRC is None else rows_BRC,
-        x_BRC if columns_BCR is None else columns_BCR,
-        R,
-        C,
-        ALONG_ROWS=rows_BRC is not None,
-        ALONG_COLUMNS=columns_BCR is not None,
-        TILE_R=tile_R,
-        TILE_C=tile_C,
-        num_warps=warps,
-    )
+    if x_BRC.numel():
+        R, C = x_BRC.shape[-2:]
+        tile_R, tile_C, warps = tile
+        grid = (triton.cdiv(R, tile_R) * triton.cdiv(C, tile_C), x_BRC.numel() // (R * C))
+        _kernel[grid](x_BRC, out, R, C, transposed, tile_R, tile_C, num_warps=warps)
+    return out
 
 
 @quantise.fake_quantise_rows.register_kernel("cuda")
@@ -101,28 +76,11 @@ def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
     """``(..., C)`` to the same, in blocks along C."""
     require_whole_blocks("the last dimension", x.shape[-1])
     x = x.contiguous()
-    rows = torch.empty_like(x)
-    flat = (-1, quantise.BLOCK)
-    launch(x.view(flat), rows.view(flat), None, ROWS_TILE)
-    return rows
+    return launch(x.view(-1, BLOCK), torch.empty_like(x), ROWS_TILE, transposed=False)
 
 
 @quantise.fake_quantise_columns.register_kernel("cuda")
 def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
     """``(..., R, C)`` to ``(..., C, R)``, in blocks along R."""
     require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
-    x_BRC = x_BRC.contiguous()
-    columns = empty_transposed(x_BRC)
-    launch(x_BRC, None, columns, COLUMNS_TILE)
-    return columns
-
-
-@quantise.fake_quantise_both.register_kernel("cuda")
-def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(..., R, C)`` to itself in blocks along C, and to ``(..., C, R)`` in blocks along R."""
-    require_whole_blocks("the last dimension", x_BRC.shape[-1])
-    require_whole_blocks("the last dimension but one", x_BRC.shape[-2], or_none=True)
-    x_BRC = x_BRC.contiguous()
-    rows, columns = torch.empty_like(x_BRC), empty_transposed(x_BRC)
-    launch(x_BRC, rows, columns, COLUMNS_TILE)
-    return rows, columns
+    return launch(x_BRC.contiguous(), empty_transposed(x_BRC), COLUMNS_TILE, transposed=True)

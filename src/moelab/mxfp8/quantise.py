@@ -185,12 +185,6 @@ def fake_quantise_columns(x_BRC: torch.Tensor) -> torch.Tensor:
     return _round_trip(blocks, -2).flatten(-3, -2).transpose(-2, -1).contiguous()
 
 
-@torch.library.custom_op("moelab::fake_quantise_both", mutates_args=(), device_types="cpu")
-def fake_quantise_both(x_BRC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both of the above; on CUDA for one read of ``x_BRC``."""
-    return fake_quantise_rows(x_BRC), fake_quantise_columns(x_BRC)
-
-
 def empty_transposed(x_BRC: torch.Tensor) -> torch.Tensor:
     """Contiguous memory for ``(..., C, R)``."""
     *batch, R, C = x_BRC.shape
@@ -199,7 +193,6 @@ def empty_transposed(x_BRC: torch.Tensor) -> torch.Tensor:
 
 fake_quantise_rows.register_fake(lambda x: x.new_empty(x.shape))
 fake_quantise_columns.register_fake(empty_transposed)
-fake_quantise_both.register_fake(lambda x_BRC: (x_BRC.new_empty(x_BRC.shape), empty_transposed(x_BRC)))
 
 
 def _round_trip(x: torch.Tensor, axis: int) -> torch.Tensor:

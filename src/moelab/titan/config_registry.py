@@ -42,7 +42,7 @@ from torchtitan.trainer import Trainer
 from moelab.deepep.checkpoint import CommunicationSavingAC, CommunicationSavingFullAC
 from moelab.deepep.dispatcher import PADDED
 from moelab.errors import Refused
-from moelab.experiment import BLOCK_SCALED, EPBackend, Experiment, Precision, Routing
+from moelab.experiment import EPBackend, Experiment, Precision, Routing
 from moelab.experiment_file import read_experiment
 from moelab.hardware import GROUP_PADDING, has_native_mxfp8
 from moelab.layout import check
@@ -51,7 +51,7 @@ from moelab.model import TOKENIZERS, shape_for
 from moelab.mxfp8 import capture
 from moelab.mxfp8 import dispatch as mxfp8_dispatch
 from moelab.mxfp8 import kernels as mxfp8_kernels
-from moelab.mxfp8.converter import LINEARS, FP8Converter, MXFP8Converter
+from moelab.mxfp8.converter import LINEARS, Quantiser
 from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.titan import corpus, routing
@@ -312,19 +312,17 @@ def _kernels(experiment: Experiment) -> mxfp8_kernels.Kernels:
 
 
 def _converter(experiment: Experiment) -> Any:
-    settings: dict[str, Any] = {
-        "model_compile_enabled": experiment.compile == "model+loss",
-        "linears": list(LINEARS) if experiment.quantize == "experts+linears" else [],
-    }
-    if experiment.precision in BLOCK_SCALED:
-        settings["wgrad"] = "bf16" if experiment.wgrad == "bf16" else "mxfp8"
-        settings |= {"kernels": _kernels(experiment), "nvfp4": experiment.precision is Precision.NVFP4}
-        return MXFP8Converter.Config(**settings)
-    if experiment.precision is Precision.FP8:
-        # The field's default is mxfp8, which for FP8 means weight gradients in BF16, as in torchao's recipe.
-        settings["wgrad"] = "fp8" if experiment.wgrad == "fp8" else "bf16"
-        return FP8Converter.Config(**settings)
-    return None
+    if experiment.precision is Precision.BF16:
+        return None
+    # The field's default is mxfp8, which for FP8 means weight gradients in BF16, as in torchao's recipe.
+    own = "fp8" if experiment.precision is Precision.FP8 else "mxfp8"
+    return Quantiser.Config(
+        model_compile_enabled=experiment.compile == "model+loss",
+        precision=experiment.precision.value,
+        kernels=_kernels(experiment),
+        wgrad=own if experiment.wgrad == own else "bf16",
+        linears=list(LINEARS) if experiment.quantize == "experts+linears" else [],
+    )
 
 
 def _parallelism(experiment: Experiment, *, on_cpu: bool) -> ParallelismConfig:
