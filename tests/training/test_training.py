@@ -85,7 +85,7 @@ def test_torchtitan_trained_with_fsdp2_and_expert_parallelism_2(trained: Trained
     lines = ("torchtitan version: 0.3.0", "Applied FSDP to the model", "dp_shard=2", "ep=2")
     assert [words for words in lines if words not in log] == []
     command = (run.path / "launch" / "command.sh").read_text()
-    assert "-m torchtitan.train --module moelab.titan --config experiment" in command
+    assert "-m moelab.launch.rank --module moelab.titan --config experiment" in command
 
 
 def test_metrics_table_is_what_torchtitan_wrote(trained: Trained) -> None:

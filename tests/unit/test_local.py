@@ -23,6 +23,7 @@ import pytest
 import stand_in
 import yaml
 from filelock import FileLock
+from processes import processes
 from training_support import wait_for
 
 from moelab.errors import Refused
@@ -351,6 +352,42 @@ def test_a_rank_dies_with_torchrun_and_does_not_train_where_that_died_before(tmp
         assert living.stdout.read() == ""  # which ends with the last process that could write
         assert time.monotonic() - killed < 10
     assert torchrun("0").communicate()[0] == "moelab: torchrun has died; a rank does not train on alone\n"
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from moelab.experiment import Experiment
+from moelab.launch.torchrun import Process, command
+
+run = Path(sys.argv[1])
+with Process(command(Experiment(gpus_per_node=2, hardware="cpu"), run), None) as torchrun:
+    torchrun.wait()
+"""
+
+
+def test_ranks_that_still_import_end_with_a_killed_launcher_and_torchrun(tmp_path: Path) -> None:
+    """With a TorchTitan whose imports take a minute, as they do from a cold file system."""
+    (tmp_path / "torchtitan").mkdir()
+    (tmp_path / "torchtitan" / "__init__.py").touch()
+    slow = "import os, time\nopen(f'{os.environ[\"MOELAB_EXPERIMENT\"]}.{os.getpid()}', 'w')\ntime.sleep(60)\n"
+    (tmp_path / "torchtitan" / "train.py").write_text(slow)
+    run = tmp_path / "run"
+    run.mkdir()
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, run], env={**os.environ, "PYTHONPATH": paths})
+    try:
+        wait_for(lambda: len(list(run.glob("experiment.yaml.*"))) == 2, 120)
+        (record,) = (run / directory.LAUNCHES_FOLDER).glob("*")
+        torchrun_id = next(one for one, line, _ in processes() if "moelab.launch.loopback" in line and str(run) in line)
+        for process in (launcher.pid, torchrun_id):
+            os.kill(process, signal.SIGKILL)
+        wait_for(lambda: not torchrun.living([record]), 10)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        for record in (run / directory.LAUNCHES_FOLDER).glob("*"):
+            torchrun.end_processes([record])
 
 
 @pytest.mark.parametrize("writes", ["write_json", "write_whole"])

@@ -72,7 +72,7 @@ def command(
         *(several if rendezvous else on_this_machine(ranks)),
         *("--log-line-prefix-template=[rank${rank}]:", "--tee=3", f"--log-dir={folder}/{logs}"),
     ]
-    train = ["-m", "torchtitan.train", "--module", "moelab.titan", "--config", "experiment"]
+    train = ["-m", "moelab.launch.rank", "--module", "moelab.titan", "--config", "experiment"]
     train += ["--dump_folder", str(folder), *titan]
     variables = {
         "MOELAB_EXPERIMENT": str(folder / directory.EXPERIMENT_FILE),
