@@ -24,7 +24,7 @@ from moelab.runs.directory import RunDir
 
 TESTS = Path(__file__).parent
 RECORDER = """\
-# As `python -m moelab.launch.in_job RUN HOST …` on one node.
+# As `python -m moelab.launch.in_job RUN HOST` on one node.
 run=$3
 mkdir -p "$run/nodes" "$run/launch/converted"
 env -0 >"$run/nodes/$SLURM_NODEID.env"

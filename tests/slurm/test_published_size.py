@@ -12,7 +12,8 @@ from slurm_cluster import slurm_cluster
 from slurm_jobs import published, recorder, speak_to
 
 from moelab.experiment_file import Study, read_study
-from moelab.launch.in_job import NodeOfJob, parse_options
+from moelab.launch.cluster import kept_cluster
+from moelab.launch.in_job import NodeOfJob
 from moelab.launch.node import Start
 from moelab.launch.slurm import SCRIPT_FILE
 from moelab.launch.status import refresh
@@ -104,7 +105,8 @@ def test_each_arm_has_256_ranks_with_their_place_their_gpus_and_variables_that_m
             place = NodeOfJob.of(variables)
             assert place == NodeOfJob(job_id=job_id, label=run.status.job_id, node=node, nodes=NODES, restarts=0)
             assert arguments[:3] == ["-m", "moelab.launch.in_job", str(run.path)]
-            start = Start(run=run, place=place, options=parse_options(arguments[2:]), signals=Mock(), folder=run.path)
+            kept = {"cluster": kept_cluster(run.path), "host": arguments[3]}
+            start = Start(run=run, place=place, signals=Mock(), folder=run.path, **kept)
             command = start.command(run.experiment)
             assert {f"--nnodes={NODES}", f"--node-rank={node}", "--nproc-per-node=8"} <= set(command.arguments)
             assert command.variables["MOELAB_EXPERIMENT"] == str(run.path / "experiment.yaml")

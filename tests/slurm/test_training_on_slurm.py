@@ -19,7 +19,7 @@ from slurm_cluster import SlurmCluster, slurm_cluster
 from training_support import SHARED, ranks_of, steps_logged, wait_for
 
 from moelab.experiment import Experiment
-from moelab.launch.cluster import read_cluster
+from moelab.launch.cluster import keep_cluster, read_cluster
 from moelab.launch.script import JobSpec, render
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
@@ -54,8 +54,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     sizes = {**SHARED, "nodes": 2, "gpus_per_node": 1, "ep": 2}
     experiments = [Experiment(name="tests", **{**sizes, "steps": steps}) for steps in (STEPS, STEPS, 1000)]
     runs = tuple(directory.create(folder, experiment) for experiment in experiments)
+    profile = read_cluster("slurm_generic", [*PROFILE, *PORTS])
+    for run in runs:
+        keep_cluster(profile, run.path)
     job = JobSpec(
-        cluster=read_cluster("slurm_generic", [*PROFILE, *PORTS]),
+        cluster=profile,
         runs=tuple(run.path for run in runs),
         name="tests",
         comment="tests",

@@ -16,6 +16,7 @@ from processes import processes
 from training_support import SHARED, Trained, ranks_of, wait_for, write_study
 
 from moelab.experiment_file import read_study
+from moelab.launch.cluster import keep_cluster, read_cluster
 from moelab.runs import directory
 from moelab.runs.collect import collect_run
 from moelab.runs.directory import RunDir, find
@@ -25,7 +26,7 @@ from moelab.runs.table import merge_segments
 pytestmark = pytest.mark.training
 STEPS = SHARED["steps"]
 STEP = re.compile(r"\bstep:\s*(\d+)\s+loss:")
-JOB = ("--ports=20000-28999", "--requeues=99", "--checkpoint-interval=3", "--checkpoints-kept=2")
+PROFILE = ("requeues=99", "checkpoint_interval_steps=3")
 LEFT_S = 20.0
 """So long after the next start begins, nothing of the killed one may live."""
 
@@ -41,7 +42,7 @@ class Launch:
         self._node, self.begun, place = "", time.monotonic(), dict[str, str]()
         command, log = ["-m", "moelab", "run", str(file), "--runs", str(runs)], runs.parent / "launcher.log"
         if job:
-            command, log = ["-m", "moelab.launch.in_job", str(job.path), "localhost", *JOB], job.log  # as srun appends
+            command, log = ["-m", "moelab.launch.in_job", str(job.path), "localhost"], job.log  # as srun appends
             self._node = f"{job_id}-{number}-0"
             place = {"JOB_ID": job_id, "NODEID": "0", "STEP_NUM_NODES": "1", "RESTART_COUNT": str(number)}
         variables = {**os.environ, **{f"SLURM_{name}": value for name, value in place.items()}}
@@ -122,6 +123,7 @@ def test_a_run_that_is_killed_leaves_nothing_behind_and_is_trained_anew(trained:
 def test_a_job_that_is_killed_goes_on_from_its_checkpoint(trained: Trained, tmp_path: Path) -> None:
     file, runs = write_study(tmp_path, [{"precision": "bf16"}], [0]), tmp_path / "runs"
     job = directory.create(runs, read_study(file).experiments[0])
+    keep_cluster(read_cluster("slurm_generic", PROFILE), job.path)
     launch = Launch(file, runs, job, 0)
     for number, (moment, torchrun) in enumerate(((Launch.is_saving, True), (Launch.has_logged_all, False)), start=1):
         launch.kill(moment, 0.0, torchrun=torchrun)

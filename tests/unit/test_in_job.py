@@ -17,7 +17,7 @@ from run_support import add_launch
 
 from moelab.experiment import Experiment
 from moelab.launch import in_job, node
-from moelab.launch.cluster import read_cluster
+from moelab.launch.cluster import keep_cluster, read_cluster
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.node import Start
 from moelab.runs import directory
@@ -25,7 +25,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.status import State, Status
 
 STEPS = 4
-SETTINGS = ("--ports=10000-19999", "--requeues=3", "--checkpoint-interval=0", "--checkpoints-kept=2")
+SETTINGS = ("first_port=10000", "last_port=19999", "requeues=3")
 SRUN = {"SLURM_JOB_ID": "8", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}
 Ranks = Callable[[Start, Callable[[], object]], int]
 
@@ -46,9 +46,9 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def start_of(run: RunDir, signals: Signals, *more: str, restarts: int = 0) -> Start:
-    options = in_job.parse_options([str(run.path), "localhost", *SETTINGS, *more])
+    cluster = read_cluster("slurm_generic", ["checkpoint_interval_steps=0", *SETTINGS, *more])
     place = NodeOfJob(job_id=8, label="7_1", node=0, nodes=2, restarts=restarts)
-    return Start(run=run, place=place, options=options, signals=signals, folder=run.path.parent)
+    return Start(run=run, place=place, cluster=cluster, host="localhost", signals=signals, folder=run.path.parent)
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +142,9 @@ def test_no_other_user_can_ask_a_job_to_stop(run: RunDir, signals: Signals, monk
     monkeypatch.setattr(node, "train", train)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
+    keep_cluster(read_cluster("slurm_generic", SETTINGS), run.path)
     for _ in range(2):
-        in_job.main([str(run.path), "localhost", *SETTINGS])
+        in_job.main([str(run.path), "localhost"])
     assert len({start.stop_file for start in starts}) == 2  # nobody can foresee the next one
     assert not any(start.stop_file.parent.exists() for start in starts)
 
@@ -165,14 +166,14 @@ def test_a_completed_run_is_not_trained_again(run: RunDir, signals: Signals, mon
     run.set_status(Status(state=State.COMPLETED, attempts=1))
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
-    assert in_job.main([str(run.path), "n0", *SETTINGS]) == 0
+    assert in_job.main([str(run.path), "n0"]) == 0
     assert run.status.attempts == 1
 
 
 def test_what_torchtitan_is_told_beyond_the_experiment(tmp_path: Path, signals: Signals) -> None:
     experiment = Experiment(name="tests", model="16B", nodes=2, gpus_per_node=8, dataset="c4", steps=20)
     run = directory.create(tmp_path, experiment)
-    more = ["--scratch=/scratch", "--checkpoint-interval=5", "--dataset=c4=/data/c4", "--tokenizer=16B=/data/tokenizer"]
+    more = ["scratch=/scratch", "checkpoint_interval_steps=5", "datasets.c4=/data/c4", "tokenizers.16B=/data/tokenizer"]
     command = start_of(run, signals).command(experiment)
     assert "HF_HUB_OFFLINE" not in command.variables  # C4 is streamed
     plain, arguments = command.arguments, start_of(run, signals, *more).command(experiment).arguments

@@ -20,7 +20,7 @@ from moelab.errors import BadInput, Refused
 from moelab.experiment_file import parse
 from moelab.hardware import cluster_of
 from moelab.health.deepep import PREFIXES
-from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.cluster import ClusterProfile, keep_cluster, kept_cluster, read_cluster
 from moelab.launch.script import JobSpec, render
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -172,7 +172,6 @@ def test_a_job_asks_for_nothing_that_its_profile_does_not_name() -> None:
     script = render(spec(profile(gpus_per_node=0, exclusive=False, container={"image": "x"})))
     unnamed = {"mem", "gres", "exclusive", "partition", "account", "qos", "dependency", "container-mounts"}
     unnamed |= {"constraint", "reservation", "nodelist", "exclude", "segment", "switches"}
-    unnamed |= {"time-ranks", "scratch", "dataset", "tokenizer"}
     assert not unnamed & {*re.findall("--([a-z-]+)", script)}
 
 
@@ -255,16 +254,13 @@ PLACES: dict[str, tuple[dict[str, Any], str]] = {
     "python": ({"python": "{v}"}, "srun {v}"),
     "image": ({"container": {"image": "{v}"}}, "srun --container-image={v}"),
     "mounts": ({"container": {"image": "x", "mounts": ["/{v}:/y", "/z:/z"]}}, "srun --container-mounts=/{v}:/y,/z:/z"),
-    "scratch": ({"scratch": "/{v}"}, "srun --scratch=/{v}"),
-    "datasets": ({"datasets": {"c4": "/{v}"}}, "srun --dataset=c4=/{v}"),
-    "tokenizers": ({"tokenizers": {"16B": "/{v}"}}, "srun --tokenizer=16B=/{v}"),
     "source": ({"source": ["{f}/a/{v}x"]}, "export SOURCED=yes"),
     "venv": ({"venv": "{f}/b/{v}x"}, "export SOURCED=yes"),
     "variables": ({"variables": {"NCCL_IB_HCA": "{v}"}}, "export NCCL_IB_HCA={v}"),
     "variable name": ({"variables": {"{v}": "set"}}, "export {v}=set"),
 }
 OF_THE_JOB = ("name", "comment", "dependency", "run")
-FREE_TEXT = ("image", "scratch", "datasets", "tokenizers", "variables", "run", "source", "venv", "mounts")
+FREE_TEXT = ("image", "variables", "run", "source", "venv", "mounts")
 DIRECTIVES = {"partition": 1, "account": 1, "qos": 1, "constraint": 1, "reservation": 1, "nodelist": 1, "exclude": 1}
 DIRECTIVES |= {"segment": 1, "switches": 1, "dependency": 2}  # that a field adds
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="/"), max_size=20)
@@ -315,6 +311,12 @@ def test_hostile_values_are_refused_or_arrive_as_they_are(name: str) -> None:
             assert not arrived, value
         elif name in FREE_TEXT and value and not (name == "mounts" and "," in value):
             assert arrived, value
+
+
+def test_a_job_reads_the_profile_that_its_run_was_submitted_with(tmp_path: Path) -> None:
+    cluster = profile(**EVERYTHING, description="ü 日本 🦊")
+    keep_cluster(cluster, tmp_path)
+    assert kept_cluster(tmp_path) == cluster
 
 
 @given(name=st.sampled_from(sorted(PLACES)), value=TEXT)

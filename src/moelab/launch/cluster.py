@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from moelab.errors import BadInput
 from moelab.experiment import Name
 from moelab.experiment_file import parse, parse_overrides, read_yaml
+from moelab.files import read_json, write_json
 from moelab.privacy import HIDDEN, each_text, holds_secret, is_secret_name
 
 FOLDER = Path(__file__).parent.parent / "data" / "clusters"
@@ -216,3 +217,21 @@ def read_cluster(name_or_path: str, overrides: Sequence[str] | Mapping[str, Any]
         return parse(ClusterProfile, content)
     except BadInput as error:
         raise BadInput(f"cluster profile {name_or_path}: {error}") from None
+
+
+KEPT_FILE = "launch/cluster.json"
+
+
+def keep_cluster(cluster: ClusterProfile, run: Path) -> None:
+    """Write the profile into a run directory, where the job reads what it is to do."""
+    write_json(run / KEPT_FILE, cluster.model_dump(mode="json"))
+
+
+def kept_cluster(run: Path) -> ClusterProfile:
+    """The profile that a run was submitted with.
+
+    Raises:
+        BadInput: if it is damaged.
+        OSError, ValueError: if it cannot be read.
+    """
+    return parse(ClusterProfile, read_json(run / KEPT_FILE))

@@ -1,8 +1,9 @@
-"""What a job's script starts once on each node: ``srun … python -m moelab.launch.in_job RUN HOST …``.
+"""What a job's script starts once on each node: ``srun … python -m moelab.launch.in_job RUN HOST``.
 
-Each node starts torchrun for its ranks (:mod:`moelab.launch.node`). SIGUSR1, which Slurm sends before the time limit,
-asks the ranks to save a checkpoint and stop; SIGTERM ends them. The first node writes the run's status, and its exit
-code tells the script whether to requeue the job.
+The rest of what it is to do stands in the cluster profile that :mod:`moelab.launch.submit` left in the run. Each node
+starts torchrun for its ranks (:mod:`moelab.launch.node`). SIGUSR1, which Slurm sends before the time limit, asks the
+ranks to save a checkpoint and stop; SIGTERM ends them. The first node writes the run's status, and its exit code tells
+the script whether to requeue the job.
 
 Every start appends: the lines of all ranks, each with its global rank, continue ``logs/train.log``; the ranks' own logs
 are in ``logs/<job>-<restart>/node<k>/``; training continues from the newest complete checkpoint.
@@ -96,7 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     # SIGUSR1 may arrive while Python still imports what follows, which takes a second.
     signals = Signals()
-    options = parse_options(arguments)
+    parser = argparse.ArgumentParser(prog="moelab.launch.in_job", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="run directory, absolute")
+    parser.add_argument("host", help="name or address of the first node")
+    options = parser.parse_args(arguments)
+    from moelab.launch.cluster import kept_cluster
     from moelab.launch.node import Start, account_for, train
     from moelab.runs.directory import RunDir
     from moelab.runs.status import State
@@ -106,33 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     # For this user alone, and on this node: each rank looks into it before each step.
     with tempfile.TemporaryDirectory(prefix="moelab-") as folder:
-        start = Start(run=run, place=place, options=options, signals=signals, folder=Path(folder))
+        cluster = kept_cluster(run.path)
+        start = Start(run=run, cluster=cluster, host=options.host, place=place, signals=signals, folder=Path(folder))
         # One node writes the run's files: several would overwrite each other's status.
         return train(start) if place.node else account_for(start)
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line that the script builds; ``dataset`` and ``tokenizer`` map names to folders."""
-    parser = argparse.ArgumentParser(prog="moelab.launch.in_job", description=__doc__, allow_abbrev=False)
-    parser.add_argument("run", type=Path, help="run directory, absolute")
-    parser.add_argument("host", help="name or address of the first node")
-    ports_help = "FIRST-LAST, the range for torchrun's rendezvous"
-    parser.add_argument("--ports", type=lambda text: tuple(map(int, text.split("-"))), required=True, help=ports_help)
-    parser.add_argument("--requeues", type=int, required=True, help="how often the job may restart")
-    parser.add_argument("--checkpoint-interval", type=int, required=True, help="in steps; 0: only when asked to stop")
-    parser.add_argument("--checkpoints-kept", type=int, required=True)
-    parser.add_argument("--time-ranks", action="store_true", help="every rank logs its own times")
-    parser.add_argument("--scratch", type=Path, help="folder of checkpoints, instead of the run directory")
-    parser.add_argument("--dataset", type=_named_folder, action="append", default=[], help="NAME=FOLDER, local copy")
-    parser.add_argument("--tokenizer", type=_named_folder, action="append", default=[], help="MODEL=FOLDER")
-    options = parser.parse_args(arguments)
-    options.dataset, options.tokenizer = dict(options.dataset), dict(options.tokenizer)
-    return options
-
-
-def _named_folder(text: str) -> tuple[str, Path]:
-    name, folder = text.split("=", 1)
-    return name, Path(folder)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The first node also writes the run's status and files, and decides whether the j
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from moelab.experiment import Experiment
 from moelab.files import write_json, write_whole
+from moelab.launch.cluster import ClusterProfile
 from moelab.launch.ends import close, ended, failure_of
 from moelab.launch.in_job import REQUEUE_CODE, TERMINATED, NodeOfJob, Signals
 from moelab.launch.local import no_space, stage_data
@@ -36,7 +36,8 @@ class Start:
 
     run: RunDir
     place: NodeOfJob
-    options: argparse.Namespace  # the command line
+    cluster: ClusterProfile
+    host: str  # name or address of the first node
     signals: Signals  # which arrived so far
     folder: Path  # on this node, for this user alone
 
@@ -52,18 +53,18 @@ class Start:
 
     def command(self, experiment: Experiment) -> Command:
         """The torchrun command for this node's ranks, with the folders of checkpoints and of this cluster's data."""
-        options, folder = self.options, self.run.path
-        if options.scratch:
-            folder = options.scratch / self.run.name
+        cluster, folder = self.cluster, self.run.path
+        if cluster.scratch:
+            folder = Path(cluster.scratch) / self.run.name
         arguments = [
             "--checkpoint.enable",
             f"--checkpoint.folder={folder}/checkpoint",
             # TorchTitan has no value for "never": an interval beyond the last step stands for it.
-            f"--checkpoint.interval={options.checkpoint_interval or experiment.steps + 1}",
-            f"--checkpoint.keep_latest_k={options.checkpoints_kept}",
+            f"--checkpoint.interval={cluster.checkpoint_interval_steps or experiment.steps + 1}",
+            f"--checkpoint.keep_latest_k={cluster.checkpoints_kept}",
             f"--comm.train_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
         ]
-        if options.time_ranks:
+        if cluster.time_ranks:
             arguments.append("--debug.enable_structured_logging")
         dataset, tokenizer = self.data(experiment)
         arguments += [f"--dataloader.dataset_path={dataset}"] if dataset else []
@@ -73,7 +74,7 @@ class Start:
         launched = command(
             experiment,
             self.run.path,
-            rendezvous=self.place.rendezvous(self.options.host, self.port),
+            rendezvous=self.place.rendezvous(self.host, self.port),
             logs=f"{self.logs.relative_to(self.run.path)}/node{self.place.node}",
             titan=arguments,
         )
@@ -83,12 +84,14 @@ class Start:
     @property
     def port(self) -> int:
         """Where the ranks meet on the first node."""
-        return self.place.port(*self.options.ports)
+        return self.place.port(self.cluster.first_port, self.cluster.last_port)
 
     def data(self, experiment: Experiment) -> tuple[Path | None, Path | None]:
         """The cluster's copies of the experiment's dataset and tokenizer; other text than C4 has its own tokenizer."""
-        tokenizers = self.options.tokenizer if experiment.dataset == "c4" else {}
-        return self.options.dataset.get(experiment.dataset), tokenizers.get(experiment.model)
+        if experiment.dataset != "c4":
+            return None, None
+        dataset, tokenizer = self.cluster.datasets.get("c4"), self.cluster.tokenizers.get(experiment.model)
+        return Path(dataset) if dataset else None, Path(tokenizer) if tokenizer else None
 
 
 def train(start: Start, is_over: Callable[[], object] | None = None) -> int:
@@ -141,7 +144,7 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
     """Train until something ends it; returns the script's exit code, the status, and what the run left if read."""
     run = start.run
     if not _is_free(start.port):
-        return *_requeue(start, status, f"port {start.port} of {start.options.host} is in use by another program"), None
+        return *_requeue(start, status, f"port {start.port} of {start.host} is in use by another program"), None
     (run.path / STOPPED_FILE).unlink(missing_ok=True)
     # Each start adds files of its own, since it may run on other nodes.
     number = "" if status.attempts == 1 else f"-{status.attempts}"
@@ -171,7 +174,7 @@ def _end(start: Start, status: Status) -> tuple[int, Status, Collected | None]:
 def _requeue(start: Start, status: Status, why: str) -> tuple[int, Status]:
     """Have the job requeued, unless it was requeued too often."""
     done, task = start.place.restarts, start.place.label.partition("_")[2]
-    if done < start.options.requeues:
+    if done < start.cluster.requeues:
         return REQUEUE_CODE, replace(status, state=State.SUBMITTED, reason=f"{why}; requeued")
     limit = f"requeued {done} times, the limit in the cluster profile"
     resume = f"`sbatch --array={task} {start.run.path}/launch/job.sbatch` continues from there"

@@ -84,7 +84,6 @@ def render(spec: JobSpec) -> str:
         memlock=spec.cluster.memlock,
         runs=spec.runs,
         step=list(_step(spec)),
-        job=list(_job(spec)),
         python=python_of(spec.cluster),
         requeue_code=REQUEUE_CODE,
     )
@@ -157,22 +156,6 @@ def container_options(cluster: ClusterProfile) -> Iterator[str]:
         yield f"--container-image={container.image}"
         if container.mounts:
             yield f"--container-mounts={','.join(container.mounts)}"
-
-
-def _job(spec: JobSpec) -> Iterator[str]:
-    """Arguments of :mod:`moelab.launch.in_job` after the run directory and the first node's name."""
-    cluster = spec.cluster
-    yield f"--ports={cluster.first_port}-{cluster.last_port}"
-    yield f"--requeues={cluster.requeues}"
-    yield f"--checkpoint-interval={cluster.checkpoint_interval_steps}"
-    yield f"--checkpoints-kept={cluster.checkpoints_kept}"
-    if cluster.time_ranks:
-        yield "--time-ranks"
-    if cluster.scratch:
-        yield f"--scratch={cluster.scratch}"
-    for option, folders in (("dataset", cluster.datasets), ("tokenizer", cluster.tokenizers)):
-        for name, folder in folders.items():
-            yield f"--{option}={name}={folder}"
 
 
 def set_up(cluster: ClusterProfile) -> Iterator[list[str]]:

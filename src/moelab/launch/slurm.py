@@ -28,7 +28,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from moelab.errors import MoelabError, Refused
-from moelab.files import write_json
+from moelab.files import read_bytes, write_json
 from moelab.machine import COLOUR, end_with_parent
 from moelab.runs.directory import RunDir
 from moelab.runs.status import State
@@ -364,7 +364,7 @@ _TICKET = TypeAdapter(Ticket)
 def ticket_of(run: RunDir) -> Ticket | None:
     """A run's ticket; None if the run was never prepared for Slurm."""
     try:
-        return _TICKET.validate_json((run.path / TICKET_FILE).read_bytes())
+        return _TICKET.validate_json(read_bytes(run.path / TICKET_FILE))
     except (OSError, ValueError):
         return None
 

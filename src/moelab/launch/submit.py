@@ -20,7 +20,7 @@ from moelab.experiment_file import Study
 from moelab.files import write_whole
 from moelab.finding import Finding
 from moelab.launch import slurm
-from moelab.launch.cluster import ClusterProfile
+from moelab.launch.cluster import ClusterProfile, keep_cluster
 from moelab.launch.ends import close_killed, only_launcher
 from moelab.launch.local import completed, require_known_ends
 from moelab.launch.requirements import Foresee, check_data, check_plans, foresee_nothing
@@ -142,6 +142,7 @@ def submit(
             for number, (experiment, run) in enumerate(tasks):
                 if not run.path.exists():
                     directory.make(run, experiment)
+                keep_cluster(cluster, run.path)
                 write_whole(run.path / SCRIPT_FILE, script)
                 Ticket(comment=spec.comment, task=number).write(run)  # last: it means that everything is there
         for spec, tasks in jobs:
