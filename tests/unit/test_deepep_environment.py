@@ -281,10 +281,7 @@ KNOWN = "if rank == 1: raise RuntimeError('NVCC compilation failed')"
         (HANGS, "was still dispatching and combining after 2 s", "the ranks wait for each other"),
     ],
 )
-def test_how_a_rank_ended_is_a_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, found: str, cause: str
-) -> None:
-    monkeypatch.setattr(smoke, "GRACE_S", 1.5)
+def test_how_a_rank_ended_is_a_sentence(tmp_path: Path, code: str, found: str, cause: str) -> None:
     one = ended(code, node(tmp_path), timeout_s=2)
     assert (one.severity, one.found) == ("error", f"rank 1 {found}")
     assert cause in one.cause

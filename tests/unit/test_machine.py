@@ -323,12 +323,16 @@ GPU 00000000:18:00.0
         ("Completed", "Insufficient Resources", "1 of 2 GPUs: Completed, Insufficient Resources"),
     ],
 )
+@pytest.mark.parametrize("queried", [False, True])
 def test_a_gpu_that_has_not_joined_its_fabric_trains_nothing(
-    smi: Smi, state: str, status: str, found: str | None
+    smi: Smi, state: str, status: str, found: str | None, queried: bool
 ) -> None:
     """CUDA then fails with error 802."""
     sections = FABRIC.format("Completed", "Success") + FABRIC.format(state, status)
-    smi(body=f"if [ $1 = -q ]; then cat <<'P'\n{sections}\nP\nelse printf '%s\\n' '{H100}' '{H100}'; fi")
+    rows = f"0, Completed, Success\n1, {state}, {status}"
+    answers = {"*fabric.state*": rows} if queried else {"-q": sections}
+    cases = "".join(f"{of}) cat <<'P'\n{text}\nP\n;;\n" for of, text in answers.items())
+    smi(body=f"case $1 in\n{cases}*) printf '%s\\n' '{H100}' '{H100}';;\nesac")
     examined = examine()
     faults = {one.name: one.found for one in examined.findings if one.name == "fabric"}
     assert faults == ({"fabric": found} if found else {})

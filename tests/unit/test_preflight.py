@@ -89,8 +89,8 @@ NO_GIN = Finding(name="GIN", severity="error", found="not available", cause="a",
         ("", {}, {"gpu_type": "nvidia_b200"}, ""),
         ("n1", {"gpus": []}, {"gpus_per_node": 0}, ""),
         # clocks by the moment in which reports came; a login node whose own clock is wrong is nobody's fault
-        ("n3", {"clock_offset_s": -7.2}, {}, "clocks: n3 7 s behind"),
-        ("n3", {"clock_offset_s": 7.2}, {}, "clocks: n3 7 s ahead"),
+        ("n3", {"clock_offset_s": -7.2}, {}, "clocks: n3: 7 s behind"),
+        ("n3", {"clock_offset_s": 7.2}, {}, "clocks: n3: 7 s ahead"),
         ("n3", {"clock_offset_s": 2.9}, {}, ""),
         ("n0 n1 n2 n3", {"clock_offset_s": 60.0}, {}, ""),
         # limits and folders
@@ -123,9 +123,7 @@ def test_deepep_counts_where_an_arm_needs_it_and_many_nodes_are_counted() -> Non
     assert {one.name: one.found for one in compare(reports(), B200, nodes=4, deepep=True)} == {
         "versions": "the same on 4 nodes: python 3.12.3, torch 2.14.1, torchao 0.18.0, driver 580.95.05",
         "GPUs": "8 × NVIDIA B200 on each of 4 nodes",
-        "shared files": "4 nodes see and write them",
-        "clocks": "within 0.0 s of each other, by the reports' arrival",
-        "limits": "enough shared memory, locked memory and open files",
+        "each node": "4 nodes see and write the shared files, agree on the time and have high enough limits",
         "DeepEP on all nodes": "V2 2.1.0",
     }
 

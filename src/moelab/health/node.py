@@ -65,7 +65,10 @@ def check_fabric(machine: Machine) -> Iterator[Finding]:
     """Whether each GPU has joined the NVLink fabric of its NVSwitches; nothing is said of GPUs that have none."""
     sections = _FABRIC.findall(machine.run(["nvidia-smi", "-q"]) or "")
     states = [(state.strip(), status.strip()) for state, status in sections]
-    joined = [one for one in states if one[0] not in ("N/A", "Not Supported", "[N/A]")]
+    if not states:
+        answer = machine.run(["nvidia-smi", "--query-gpu=index,fabric.state,fabric.status", FORMAT]) or ""
+        states = [(state, status) for _, state, status in _rows(answer, 3)]
+    joined = [one for one in states if one[0] in ("Not Started", "In Progress", "Completed")]
     if bad := [one for one in joined if one != ("Completed", "Success")]:
         counts = Counter(f"{state}, {status}" for state, status in bad)
         yield fault("fabric", "; ".join(f"{count} of {len(states)} GPUs: {words}" for words, count in counts.items()))

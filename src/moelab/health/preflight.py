@@ -33,16 +33,14 @@ from moelab.launch.submit import dry_run
 from moelab.machine import counted
 from moelab.runs.log import CLOCK_SKEW_S
 
-WAIT_S = 300
-"""How long srun waits for the nodes."""
-STEP_MINUTES = 5
+WAIT_S, STEP_MINUTES = 300, 5
+"""How long srun waits for the nodes, and the time limit of its step."""
 SHARED_MEMORY_BYTES = 1 << 30
 """NCCL and data loaders share memory between a node's processes; a container has 64 MiB by default
 (NCCL user guide, Troubleshooting: ``--shm-size=1g``)."""
 OPEN_FILES = 4096
 """A choice: in a job of hundreds of ranks, each has a few sockets per peer and communicator, and checkpoint files."""
 NAMED_NODES = 8
-DEEPEP = (EPBackend.DEEPEP, EPBackend.HYBRIDEP)
 COMPLAINT_LINES, COMPLAINT_CHARACTERS = 3, 400
 Report = Mapping[str, Any]
 TITLES = {"study": "The study on this cluster", "here": "This machine and Slurm", "nodes": "The nodes"}
@@ -98,11 +96,41 @@ def preflight(
     )
 
 
+def _slurm(cluster: ClusterProfile) -> Finding:
+    if cluster.scheduler != "slurm":
+        found = f"cluster {cluster.name} has none: `moelab run` starts runs"
+        return Finding(name="Slurm", severity="note", found=found)
+    try:
+        return Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
+    except (SlurmMissing, SlurmError) as error:
+        return fault("Slurm", str(error))
+
+
+def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
+    """Ask Slurm about exactly the scripts that would be submitted."""
+    try:
+        scripts = dry_run(study, runs, cluster).scripts
+    except MoelabError as error:  # such as a run whose status is damaged; the other findings are worth reading still
+        return fault("submission", str(error))
+    name = "sbatch --test-only"
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
+            for script in scripts:
+                Path(file.name).write_text(script)  # the same file for each: --test-only reads it at once
+                slurm.call("sbatch", "--test-only", file.name)
+    except (SlurmMissing, SlurmError) as error:
+        return fault(name, str(error))
+    return Finding(name=name, severity="ok", found=f"Slurm would accept {len(scripts)} script(s)")
+
+
+# --- reports of nodes
+
+
 def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tuple[Finding, ...]:
     """Have every node report, and compare the reports."""
     experiments = study.experiments if study else ()
     nodes = max((one.nodes for one in experiments), default=cluster.nodes)  # the largest job; the others fit in it
-    deepep = any(one.ep_backend in DEEPEP and one.ep_kernels == "native" for one in experiments)
+    backends = {one.ep_backend for one in experiments if one.ep_kernels == "native"}
     # The nodes look for a new file: an old copy of the folder does not have it, only the shared folder itself.
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=runs, prefix=".moelab-seen-") as marker:
@@ -112,6 +140,7 @@ def check_nodes(cluster: ClusterProfile, study: Study | None, runs: Path) -> tup
         except SlurmMissing as error:
             return (fault("srun", str(error)),)
     unanswered = [fault("srun", complaint[:COMPLAINT_CHARACTERS])] if complaint and len(reports) < nodes else []
+    deepep = bool(backends & {EPBackend.DEEPEP, EPBackend.HYBRIDEP})
     return (*unanswered, *compare(reports, cluster, nodes=nodes, deepep=deepep))
 
 
@@ -188,32 +217,7 @@ def _reports(lines: Iterable[str]) -> Iterator[Report]:
         yield {**report, "clock_offset_s": report["time"] - time.time()}
 
 
-def _slurm(cluster: ClusterProfile) -> Finding:
-    if cluster.scheduler != "slurm":
-        return Finding(
-            name="Slurm", severity="note", found=f"cluster {cluster.name} has none: `moelab run` starts runs"
-        )
-    try:
-        return Finding(name="Slurm", severity="ok", found=slurm.call("sbatch", "--version").strip())
-    except (SlurmMissing, SlurmError) as error:
-        return fault("Slurm", str(error))
-
-
-def _test_only(study: Study, cluster: ClusterProfile, runs: Path) -> Finding:
-    """Ask Slurm about exactly the scripts that would be submitted."""
-    name = "sbatch --test-only"
-    try:
-        scripts = dry_run(study, runs, cluster).scripts
-    except MoelabError as error:  # such as a run whose status is damaged; the other findings are worth reading still
-        return fault("submission", str(error))
-    try:
-        with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as file:
-            for script in scripts:
-                Path(file.name).write_text(script)  # the same file for each: --test-only reads it at once
-                slurm.call("sbatch", "--test-only", file.name)
-    except (SlurmMissing, SlurmError) as error:
-        return fault(name, str(error))
-    return Finding(name=name, severity="ok", found=f"Slurm would accept {len(scripts)} script(s)")
+# --- reports compared
 
 
 def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, deepep: bool) -> tuple[Finding, ...]:
@@ -224,15 +228,8 @@ def compare(reports: Sequence[Report], cluster: ClusterProfile, *, nodes: int, d
     missing = [fault("nodes", f"{len(reports)} of {nodes} answered")] if len(reports) < nodes else []
     if not reports:
         return tuple(missing)
-    return (
-        *missing,
-        *_versions(reports),
-        *([_gpus(reports, cluster)] if cluster.gpus_per_node else ()),
-        *_folders(reports),
-        _clocks(reports),
-        *_limits(reports, cluster),
-        *(_deepep(reports) if deepep else ()),
-    )
+    gpus = [_gpus(reports, cluster)] if cluster.gpus_per_node else []
+    return (*missing, *_versions(reports), *gpus, *_nodes(reports, cluster), *(_deepep(reports) if deepep else ()))
 
 
 def _versions(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -252,8 +249,7 @@ def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     # It is not enough that all nodes are alike: all may differ from the profile.
     right = all(len(one["gpus"]) == wanted and all(is_kind(_one_word(gpu)) for gpu in one["gpus"]) for one in reports)
     if right and len(groups) == 1:
-        found = f"{next(iter(groups))} on each of {len(reports)} nodes"
-        return Finding(name="GPUs", severity="ok", found=found)
+        return Finding(name="GPUs", severity="ok", found=f"{next(iter(groups))} on each of {len(reports)} nodes")
     return fault("GPUs", f"{_odd(groups, 'none')}; the profile says {wanted} × {cluster.gpu_type or 'one kind'}")
 
 
@@ -261,41 +257,37 @@ def _one_word(name: str) -> str:
     return re.sub(r"\W+", "_", name.lower())
 
 
-def _folders(reports: Sequence[Report]) -> Iterator[Finding]:
-    lacking = {
-        "runs and checkpoints": [(one, one["write_problem"]) for one in reports if one["write_problem"]],
-        "shared files": [(one, f"does not see {', '.join(one['unseen'])}") for one in reports if one["unseen"]],
-    }
-    yield from _lists(lacking) or [
-        Finding(name="shared files", severity="ok", found=f"{len(reports)} nodes see and write them")
-    ]
+def _nodes(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
+    """What single nodes lack: folders, the right time, limits; nodes of which the same is said stand together."""
+    # This machine's own clock may be the wrong one.
+    middle_s = statistics.median(one["clock_offset_s"] for one in reports)
+    lacks: dict[str, list[tuple[Report, str]]] = {}
+    for one in reports:
+        for key, words in _lacking(one, cluster, one["clock_offset_s"] - middle_s):
+            lacks.setdefault(key, []).append((one, words))
+    for key, entries in lacks.items():
+        listed = "; ".join(f"{_names(held)}: {words}" for words, held in _grouped(entries).items())
+        yield fault(key, listed, needed=OPEN_FILES, skew_s=CLOCK_SKEW_S)
+    if not lacks:
+        found = f"{len(reports)} nodes see and write the shared files, agree on the time and have high enough limits"
+        yield Finding(name="each node", severity="ok", found=found)
 
 
-def _clocks(reports: Sequence[Report]) -> Finding:
-    offsets = {one["node"]: one["clock_offset_s"] for one in reports}
-    middle = statistics.median(offsets.values())  # this machine's own clock may be the wrong one
-    far = {node: offset - middle for node, offset in offsets.items() if abs(offset - middle) > CLOCK_SKEW_S}
-    if not far:
-        widest = max(offsets.values()) - min(offsets.values())
-        return Finding(
-            name="clocks", severity="ok", found=f"within {widest:.1f} s of each other, by the reports' arrival"
-        )
-    listed = [f"{node} {abs(skew):.0f} s {'ahead' if skew > 0 else 'behind'}" for node, skew in far.items()]
-    return fault("clocks", ", ".join(listed), skew_s=CLOCK_SKEW_S)
-
-
-def _limits(reports: Sequence[Report], cluster: ClusterProfile) -> Iterator[Finding]:
-    shared = [(one, one["shared_memory_bytes"]) for one in reports]
-    lockable = [(one, one["memlock_bytes"]) for one in reports if cluster.memlock == "unlimited"]
-    files = [(one, one["open_files"]) for one in reports]
-    too_low = {
-        "shared memory": [(one, f"{size >> 20} MiB of /dev/shm") for one, size in shared if size < SHARED_MEMORY_BYTES],
-        "locked memory of a node": [(one, f"{size / 2**20:.3g} MiB") for one, size in lockable if size is not None],
-        "open files": [(one, str(limit)) for one, limit in files if limit is not None and limit < OPEN_FILES],
-    }
-    yield from _lists(too_low) or [
-        Finding(name="limits", severity="ok", found="enough shared memory, locked memory and open files")
-    ]
+def _lacking(report: Report, cluster: ClusterProfile, skew_s: float) -> Iterator[tuple[str, str]]:
+    """Keys of known faults of a node, with words."""
+    lockable, shared, files = (report[name] for name in ("memlock_bytes", "shared_memory_bytes", "open_files"))
+    if problem := report["write_problem"]:
+        yield "runs and checkpoints", problem
+    if unseen := report["unseen"]:
+        yield "shared files", f"does not see {', '.join(unseen)}"
+    if abs(skew_s) > CLOCK_SKEW_S:
+        yield "clocks", f"{abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}"
+    if shared < SHARED_MEMORY_BYTES:
+        yield "shared memory", f"{shared >> 20} MiB of /dev/shm"
+    if cluster.memlock == "unlimited" and lockable is not None:
+        yield "locked memory of a node", f"{lockable / 2**20:.3g} MiB"
+    if files is not None and files < OPEN_FILES:
+        yield "open files", str(files)
 
 
 def _deepep(reports: Sequence[Report]) -> Iterator[Finding]:
@@ -329,13 +321,6 @@ def _odd(groups: Mapping[Any, list[str]], absent: str) -> str:
     *smaller, (value, nodes) = sorted(groups.items(), key=lambda item: len(item[1]))
     named = [f"{_names(held)}: {shown or absent}" for shown, held in smaller]
     return "; ".join([*named, f"{len(nodes)} {'other' if len(nodes) == 1 else 'others'}: {value or absent}"])
-
-
-def _lists(lacking: Mapping[str, Sequence[tuple[Report, str]]]) -> list[Finding]:
-    """A fault of each kind that some nodes have, with those nodes; nodes of which the same is said stand together."""
-    groups = {key: _grouped(nodes) for key, nodes in lacking.items() if nodes}
-    texts = {key: [f"{_names(nodes)}: {value}" for value, nodes in held.items()] for key, held in groups.items()}
-    return [fault(key, "; ".join(listed), needed=OPEN_FILES) for key, listed in texts.items()]
 
 
 def _names(nodes: Sequence[str]) -> str:

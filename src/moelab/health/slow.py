@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-import numpy as np
-from scipy.sparse.csgraph import connected_components
-
 from moelab.finding import Finding, fault
 from moelab.health.node import UNREAD
 from moelab.runs.stragglers import outliers
@@ -50,79 +47,76 @@ def blame(gb_s: Mapping[Pair, float], floor_gb_s: float | None = None) -> Blame:
     """
     if not gb_s:
         return Blame()
-    names = sorted({name for pair in gb_s for name in pair})
-    bandwidth_NN = np.full((len(names), len(names)), np.nan)  # NaN, of a node with itself, is neither fast nor slow
-    for (first, second), value in gb_s.items():
-        i, j = names.index(first), names.index(second)
-        bandwidth_NN[i, j] = bandwidth_NN[j, i] = value
     limit = threshold_gb_s(gb_s, floor_gb_s)
-    fast_NN, slow_NN = bandwidth_NN >= limit, bandwidth_NN < limit
-    if not fast_NN.any():
+    slow = {frozenset(pair) for pair, value in gb_s.items() if value < limit}
+    if len(slow) == len(gb_s):
         return Blame(all_slow=True)
-    count, part_of_N = connected_components(fast_NN, directed=False)
-    parts = [np.flatnonzero(part_of_N == part).tolist() for part in range(count)]
-    # A node without any fast pair is a part of its own.
-    guilty = {part[0] for part in parts if len(part) == 1}
+    parts = _joined([set(pair) for pair in gb_s if frozenset(pair) not in slow], {one for pair in gb_s for one in pair})
     groups = [part for part in parts if len(part) > 1]
+    guilty = {node for part in parts if len(part) == 1 for node in part}
     for group in groups:
         left = list(group)  # the worst is removed before the next is judged, because it makes its partners look bad
-        # Of two nodes, nothing tells which one makes their pair slow.
-        while len(left) > 2:
-            slow_pairs = slow_NN[np.ix_(left, left)].sum(axis=1)
-            worst = int(slow_pairs.argmax())
+        while len(left) > 2:  # of two nodes, nothing tells which one makes their pair slow
+            slow_pairs = {node: sum({node, other} in slow for other in left) for node in left}
+            worst = max(left, key=lambda node: slow_pairs[node])
             if slow_pairs[worst] < MOSTLY * (len(left) - 1):
                 break
-            guilty.add(left.pop(worst))
+            guilty.add(worst)
+            left.remove(worst)
     within = [pair for group in groups for pair in combinations(group, 2)]
     return Blame(
-        nodes=tuple(names[node] for node in sorted(guilty)),
-        groups=tuple(tuple(names[node] for node in group) for group in groups) if len(groups) > 1 else (),
-        pairs=tuple((names[i], names[j]) for i, j in within if slow_NN[i, j] and not guilty & {i, j}),
+        nodes=tuple(sorted(guilty)),
+        groups=tuple(tuple(group) for group in groups) if len(groups) > 1 else (),
+        pairs=tuple(pair for pair in within if frozenset(pair) in slow and not guilty & {*pair}),
     )
+
+
+def _joined(links: Iterable[set[str]], nodes: Iterable[str]) -> list[list[str]]:
+    """Nodes in groups that links connect, each sorted."""
+    groups = [{node} for node in nodes]
+    for link in links:
+        met = [group for group in groups if group & link]
+        groups = [*(group for group in groups if group not in met), set[str]().union(*met)]
+    return sorted(map(sorted, groups))
 
 
 def judge(measured: Mapping[str, Any], floor_gb_s: float | None = None) -> tuple[Finding, ...]:
     """Findings from what :mod:`moelab.health.measure` writes; of stages that were not reached a finding says so.
 
-    ``floor_gb_s`` is the bus bandwidth in the cluster profile; figures of gloo are not compared with it.
+    ``floor_gb_s`` is the bus bandwidth in the cluster profile; figures of gloo are not compared with it. The last
+    finding is for an operator: the line that drains the nodes at fault.
     """
     floor = floor_gb_s if measured["backend"] == "nccl" else None
-    findings = [_scope(measured, floor_gb_s), *_of_nodes(measured.get("node_findings", {}))]
+    against = "" if floor is None else f"; the profile's floor is {floor:g} GB/s"
+    findings, at_fault = [_scope(measured, floor_gb_s)], set[str]()
+
+    def add(name: str, slow: Sequence[str], well: str, against: str = "") -> None:
+        words = ", ".join(slow) + against
+        findings.append(fault(name, words) if slow else Finding(name=name, severity="ok", found=well))
+
+    for node, finding in _of_nodes(measured.get("node_findings", {})):
+        findings.append(finding)
+        at_fault |= {node} if finding.severity == "error" else set()
     if times_ms := measured.get("gemm_ms"):  # without communication: a rank that is slow here is slow by itself
         spread = max(times_ms.values()) / min(times_ms.values()) - 1
         slow = [f"{name} {100 * share:.0f} % above the median" for name, share in outliers(times_ms).items()]
-        findings.append(_judged("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %"))
-    against = "" if floor is None else f"; the profile's floor is {floor:g} GB/s"
+        add("GEMM time", slow, f"{len(times_ms)} ranks within {100 * spread:.0f} %")
     if inside := measured.get("inside_gb_s"):
-        times = {node: 1 / value for node, value in inside.items()}  # `outliers` looks for what takes longer
         below = {node for node, value in inside.items() if floor is not None and value < floor}
-        slow = [f"{node} {inside[node]:.3g} GB/s" for node in sorted({*below, *outliers(times)})]
-        findings.append(_judged("all-reduce in a node", slow, _range(inside.values()), against))
-    at_fault = {node for node, listed in measured.get("node_findings", {}).items() if _has_error(listed)}
+        below |= {*outliers({node: 1 / value for node, value in inside.items()})}  # `outliers` looks for longer times
+        add("all-reduce in a node", [f"{one} {inside[one]:.3g} GB/s" for one in sorted(below)], _range(inside), against)
     if pairs := {(first, second): value for first, second, value in measured.get("pairs_gb_s", [])}:
-        findings.append(_pairs(pairs, floor))
-        at_fault |= {*blame(pairs, floor).nodes}
+        blamed = blame(pairs, floor)
+        findings.append(_of_pairs(pairs, blamed, threshold_gb_s(pairs, floor)))
+        at_fault |= {*blamed.nodes}
     if (gb_s := measured.get("all_gb_s")) is not None:
         found = f"{gb_s:.3g} GB/s with {measured['ranks']} ranks"
-        slow = [found] if floor is not None and gb_s < floor else []
-        findings.append(_judged("all-reduce of all ranks", slow, found, against))
+        add("all-reduce of all ranks", [found] if floor is not None and gb_s < floor else [], found, against)
     if at_fault:
-        findings.append(Finding(name="for an operator", severity="note", found=drain_line(sorted(at_fault))))
+        nodes = f"nodename={','.join(sorted(at_fault))}"
+        line = shlex.join(["scontrol", "update", nodes, "state=drain", "reason=moelab.health.measure"])
+        findings.append(Finding(name="for an operator", severity="note", found=line))
     return tuple(findings)
-
-
-def drain_line(nodes: Sequence[str]) -> str:
-    """The shell line by which an operator lets nodes finish what they run and take no more."""
-    reason = "reason=moelab.health.measure"
-    return shlex.join(["scontrol", "update", f"nodename={','.join(nodes)}", "state=drain", reason])
-
-
-def _has_error(findings: Iterable[Mapping[str, Any]]) -> bool:
-    return any(one["severity"] == "error" for one in findings)
-
-
-def _judged(name: str, slow: Sequence[str], well: str, against: str = "") -> Finding:
-    return fault(name, ", ".join(slow) + against) if slow else Finding(name=name, severity="ok", found=well)
 
 
 def _scope(measured: Mapping[str, Any], floor_gb_s: float | None) -> Finding:
@@ -137,40 +131,38 @@ def _scope(measured: Mapping[str, Any], floor_gb_s: float | None) -> Finding:
     return Finding(name="health check", severity="note", found=found)
 
 
-def _of_nodes(findings_of: Mapping[str, list[dict[str, Any]]]) -> Iterator[Finding]:
+def _of_nodes(findings_of: Mapping[str, list[dict[str, Any]]]) -> Iterator[tuple[str, Finding]]:
     """Each node's faults with its name, and one line for all nodes without faults."""
     entries = [(node, Finding(**entry)) for node, listed in findings_of.items() for entry in listed]
     faults = [(node, finding) for node, finding in entries if not finding.ok]
     if well := findings_of.keys() - {node for node, _ in faults}:
         found = f"{len(well)} of {len(findings_of)} without a fault"
-        yield Finding(name="single nodes", severity="ok", found=found)
-    for node, finding in faults:
-        yield replace(finding, name=f"{node}: {finding.name}")
+        yield "", Finding(name="single nodes", severity="ok", found=found)
+    yield from ((node, replace(finding, name=f"{node}: {finding.name}")) for node, finding in faults)
     for unread in sorted({finding.found for _, finding in entries if finding.name == UNREAD}):
-        yield Finding(name=UNREAD, severity="note", found=unread)
+        yield "", Finding(name=UNREAD, severity="note", found=unread)
 
 
-def _pairs(gb_s: Mapping[Pair, float], floor: float | None) -> Finding:
-    name, slow = "all-reduce of pairs", blame(gb_s, floor)
+def _of_pairs(gb_s: Mapping[Pair, float], slow: Blame, limit_gb_s: float) -> Finding:
+    name = "all-reduce of pairs"
     if slow == Blame():
-        return Finding(name=name, severity="ok", found=_range(gb_s.values()))
-    everywhere = "the network, or a setting of all nodes, such as NCCL_IB_DISABLE or NCCL_IB_HCA"
+        return Finding(name=name, severity="ok", found=_range(gb_s))
     of_nodes = "a network card, its cable or the node's switch; several nodes may share one"
     explained = [
-        ("every pair" if slow.all_slow else "", everywhere),
-        (f"{', '.join(slow.nodes)} with all others" if slow.nodes else "", of_nodes),
+        (slow.all_slow, "every pair", "the network, or a setting of all nodes, such as NCCL_IB_DISABLE or NCCL_IB_HCA"),
+        (slow.nodes, f"{', '.join(slow.nodes)} with all others", of_nodes),
         (
-            " | ".join(", ".join(group) for group in slow.groups) + " with each other" if slow.groups else "",
+            slow.groups,
+            f"{' | '.join(map(', '.join, slow.groups))} with each other",
             "the switches or links between these groups",
         ),
-        (", ".join("-".join(pair) for pair in slow.pairs), "single links, or other traffic at that moment"),
+        (slow.pairs, ", ".join(map("-".join, slow.pairs)), "single links, or other traffic at that moment"),
     ]
-    named, causes = zip(*((what, why) for what, why in explained if what), strict=True)
-    limit = threshold_gb_s(gb_s, floor)
-    found = f"{'; '.join(named)}: below {limit:.3g} GB/s; all pairs: {_range(gb_s.values())}"
+    named, causes = zip(*((what, why) for holds, what, why in explained if holds), strict=True)
+    found = f"{'; '.join(named)}: below {limit_gb_s:.3g} GB/s; all pairs: {_range(gb_s)}"
     key = "all-reduce of pairs with slow nodes" if slow.nodes else name
     return fault(key, found, causes="; ".join(causes))
 
 
-def _range(values: Iterable[float]) -> str:
-    return f"{min(values):.3g} to {max(values):.3g} GB/s"
+def _range(gb_s: Mapping[Any, float]) -> str:
+    return f"{min(gb_s.values()):.3g} to {max(gb_s.values()):.3g} GB/s"

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from moelab.errors import Refused
 from moelab.finding import Finding, fault, known_faults
@@ -31,11 +30,7 @@ TIMEOUT_S = 240.0
 """DeepEP compiles about six kernels on the way, each for seconds."""
 # With faulthandler, a segmentation fault leaves a stack on standard error.
 RANK_PROGRAM = (sys.executable, "-X", "faulthandler", "-m", "moelab.health.smoke")
-GRACE_S = 5.0
-"""How long the other ranks may take to end by themselves after one has failed."""
 POLL_S, STDERR_BYTES = 0.05, 20_000
-
-
 CRASH_CAUSE = {
     "opening the buffer": "DeepEP used a communicator that does not exist, or an NCCL with another layout",
     "importing DeepEP": "its extension module was built against a different PyTorch, CUDA or NCCL",
@@ -65,13 +60,13 @@ def smoke_test(
         return fault("smoke test without a driver", error.found)
     missing = [f"{count} GPU{'s' if count != 1 else ''} where {RANKS} are needed"] if count < RANKS else []
     missing += [] if build.kind == "V2" and build.compiled else ["DeepEP V2 is not installed"]
-    device: Literal["cuda", "cpu"] = "cpu" if missing else "cuda"
-    with tempfile.TemporaryDirectory(prefix="moelab-smoke-") as folder:
-        ranks = [_Rank(rank, device, Path(folder), program) for rank in range(RANKS)]
-        failed = _wait(ranks, timeout_s)
-        if failed:
-            return _failure(failed[0], device, timeout_s)
-        results = [json.loads((Path(folder) / f"result{rank}.json").read_text()) for rank in range(RANKS)]
+    device = "cpu" if missing else "cuda"
+    with tempfile.TemporaryDirectory(prefix="moelab-smoke-") as name:
+        folder = Path(name)
+        ranks = [_start(rank, device, folder, program) for rank in range(RANKS)]
+        if failure := _first_failure(ranks, timeout_s):
+            return _explained(*failure, folder, device, timeout_s)
+        results = [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(RANKS)]
     worst = max(float(result["relative_error"]) for result in results)
     moved = f"{RANKS} ranks sent tokens to their experts and back, forward and backward; relative error {worst:.1e}"
     if missing:
@@ -80,76 +75,62 @@ def smoke_test(
     return Finding(name=NAME, severity="ok", found=f"DeepEP {results[0]['version']}: {moved}")
 
 
-class _Rank:
-    """A rank's process, what it is doing, and what it left."""
-
-    def __init__(self, rank: int, device: str, folder: Path, program: Sequence[str]) -> None:
-        self.rank, self.folder = rank, folder
-        self.stderr = folder / f"stderr{rank}"
-        local = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        # A test on the CPU must not touch a GPU that is here.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
-        with self.stderr.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*program, str(rank), str(RANKS), str(folder), device],
-                env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},  # the tokens are few
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # a pipe that nobody reads would fill and stop the rank
-                stderr=stderr,
-                start_new_session=True,  # so that `end` kills a rank's compilers with it
-            )
-        self.ended_by_us = False
-
-    @property
-    def code(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs."""
-        return self.process.poll()
-
-    @property
-    def step(self) -> str:
-        """What the rank is doing, in its own words."""
-        file = self.folder / f"step{self.rank}"
-        return file.read_text() if file.exists() else "starting"
-
-    def end(self) -> None:
-        """Kill it and its children, such as a compiler."""
-        if self.code is None:
-            self.ended_by_us = True
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()  # so that its exit code is known, and no zombie is left
+def _start(rank: int, device: str, folder: Path, program: Sequence[str]) -> subprocess.Popen[bytes]:
+    local = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # A test on the CPU must not touch a GPU that is here.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
+    with (folder / f"stderr{rank}").open("wb") as stderr:
+        return subprocess.Popen(
+            [*program, str(rank), str(RANKS), str(folder), device],
+            env={**os.environ, **local, **hidden, "OMP_NUM_THREADS": "1"},  # the tokens are few
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # a pipe that nobody reads would fill and stop the rank
+            stderr=stderr,
+            start_new_session=True,  # so that a rank's compilers are killed with it
+        )
 
 
-def _wait(ranks: Sequence[_Rank], timeout_s: float) -> list[_Rank]:
-    """Wait for all ranks, or only briefly once one has failed; returns those that failed, in the order of failing."""
-    deadline, failed = time.monotonic() + timeout_s, list[_Rank]()
+def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> tuple[int, int | None] | None:
+    """The rank that failed first and its exit code, or one that was late and None; None if all ended well.
+
+    No rank lives on: the others have only lost their peer.
+    """
+    deadline = time.monotonic() + timeout_s
     try:
-        while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
-            new = [rank for rank in ranks if rank.code and rank not in failed]  # 0 is no failure
-            if new and not failed:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            failed += sorted(new, key=lambda rank: rank.code or 0)  # of two at once, a crash (negative) comes first
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            # Of two at once, a crash, whose code is negative, comes first.
+            if failed := sorted((code, rank) for rank, code in enumerate(codes) if code):
+                code, rank = failed[0]
+                return rank, code
+            if None not in codes:
+                return None
+            if time.monotonic() > deadline:
+                return codes.index(None), None
             time.sleep(POLL_S)
     finally:
-        for rank in ranks:
-            rank.end()
-    late = [rank for rank in ranks if rank.code and rank not in failed]
-    return failed + sorted(late, key=lambda rank: (rank.ended_by_us, rank.code or 0))
+        for process in ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
-    """The finding about the first rank that failed, by how it ended; the others only lost their peer."""
-    name, code, words = f"rank {rank.rank}", rank.code or 0, tail(rank.stderr, STDERR_BYTES)
+def _explained(rank: int, code: int | None, folder: Path, device: str, timeout_s: float) -> Finding:
+    """The finding about the first rank that failed, by how it ended."""
+    step_file = folder / f"step{rank}"
+    step = step_file.read_text() if step_file.exists() else "starting"
+    words = tail(folder / f"stderr{rank}", STDERR_BYTES)
     library = "DeepEP" if device == "cuda" else "gloo"
-    if rank.ended_by_us:
-        found = f"{name} was still {rank.step} after {timeout_s:g} s"
+    if code is None:
+        found = f"rank {rank} was still {step} after {timeout_s:g} s"
         cause = "the ranks wait for each other: one is stuck, a link is down, or a compiler is slow"
         remedy = "run it with NCCL_DEBUG=INFO and EP_BUFFER_DEBUG=1, and check the NVLink findings"
     elif code < 0:
         # Real-time signals have a number only.
         ended_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         ended_by += f" ({SIGNALS[ended_by]})" if ended_by in SIGNALS else ""
-        found = f"{name} was ended by {ended_by} while {rank.step}"
-        cause = CRASH_CAUSE.get(rank.step, f"compiled code of {library} or torch crashed, which Python cannot catch")
+        found = f"rank {rank} was ended by {ended_by} while {step}"
+        cause = CRASH_CAUSE.get(step, f"compiled code of {library} or torch crashed, which Python cannot catch")
         remedy = "reinstall torch (pip install --force-reinstall --no-deps torch) and run this again"
         if device == "cuda":
             remedy = "rebuild DeepEP in this environment, against the NCCL that PyTorch loads, and run this again"
@@ -157,7 +138,7 @@ def _failure(rank: _Rank, device: str, timeout_s: float) -> Finding:
         lines = words.strip().splitlines() or ["no message"]
         raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Refused)\b", line)]
         # The last one: above it stand the exceptions that led to it.
-        found = f"{name} failed while {rank.step}: {' '.join((raised or lines)[-1].split())[:300]}"
+        found = f"rank {rank} failed while {step}: {' '.join((raised or lines)[-1].split())[:300]}"
         cause = f"{library} raised this"
         remedy = "check the other findings, then search DeepEP's issues for this message"
     follows = "processes on this machine cannot communicate, so no run with several ranks works"
