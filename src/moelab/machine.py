@@ -317,7 +317,7 @@ def version(package: str) -> str | None:
         return None
 
 
-TESTED = {"torch": "2.14", "torchtitan": "0.3.0", "torchao": "0.18.0"}
+TESTED = {"torch": ("2.14", "2.15"), "torchtitan": ("0.3.0",), "torchao": ("0.18.0",)}
 """Releases that moelab is written for: it calls their internals (``docs/torchtitan.md``)."""
 
 
@@ -328,7 +328,7 @@ def is_tested(package: str, found: str | None) -> bool:
     (True, False)
     """
     release = (found or "").partition("+")[0]
-    return release == TESTED[package] or release.startswith(f"{TESTED[package]}.")
+    return any(release == one or release.startswith(f"{one}.") for one in TESTED[package])
 
 
 def cores(root: Path = ROOT) -> int:

@@ -226,7 +226,7 @@ def _gpus() -> Iterator[Finding]:
 
 def _package(name: str) -> Finding:
     installed = version(name)
-    lack = "" if is_tested(name, installed) else f"moelab needs {name} {TESTED[name]}: pip install moelab"
+    lack = "" if is_tested(name, installed) else f"moelab needs {name} {' or '.join(TESTED[name])}: pip install moelab"
     # The CPU build is not on PyPI: someone chose PyTorch's own index for it.
     if name == "torch" and installed and installed.endswith("+cpu") and not gpu_problem() and gpus():
         lack = "this build has no CUDA and cannot see the GPUs: reinstall it with pip install moelab"

@@ -9,7 +9,7 @@ import warnings
 from moelab.machine import TESTED, is_tested, version
 
 _OTHERS = [
-    f"{name} {release} (tested: {TESTED[name]})"
+    f"{name} {release} (tested: {' and '.join(TESTED[name])})"
     for name in ("torchtitan", "torchao")
     if (release := version(name)) and not is_tested(name, release)
 ]
