@@ -26,6 +26,7 @@ from moelab.experiment import Experiment
 from moelab.experiment_file import make_study
 from moelab.hardware import GPUS, Gpu
 from moelab.judge.report import judge_study
+from moelab.launch import capability
 from moelab.launch.capability import refusals_of
 from moelab.launch.cluster import read_cluster
 from moelab.launch.local import run_study
@@ -268,6 +269,7 @@ def test_arms_that_are_one_on_this_machine_are_refused_when_they_would_train(
             run_study(study, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     nvidia_smi(monkeypatch, tmp_path, B200, B200)
+    monkeypatch.setattr(capability, "MXFP8_MODULES", {})  # with the packages of the native kernels
     assert (refusals_of(kernels), refusals_of(places)) == ([], [])
     forget()
 

@@ -24,6 +24,7 @@ from moelab.privacy import one_line
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RunNow, StudyFollower, format_seconds
 from moelab.runs.status import BY_CANCEL, State, Status
+from moelab.runs.stragglers import slow_steps
 
 ACTIVE = (State.SUBMITTED, State.RUNNING)
 INTERVAL_S = 2.0
@@ -279,5 +280,11 @@ def _screen(follower: StudyFollower, problem: str) -> str:
         lines += [f"{one.now.name}: {one.now.status.in_words()}", f"  {' | '.join(_numbers(one.now))}"]
     lines += [] if follower.runs else ["no runs yet"]
     if newest := max(follower.runs, key=lambda one: one.now.status.updated, default=None):
-        lines += ["", newest.now.name, *newest.tail[-_SHOWN_LINES:]]
+        table = newest.rank_table
+        lines += ["", newest.now.name]
+        if math.isfinite(table.median_step_s):
+            slow = slow_steps(table.steps, table.step_time_s).items()
+            longer = f"; longer: {', '.join(f'step {step} {share:+.0%}' for step, share in slow)}" if slow else ""
+            lines.append(f"{table.median_step_s:.3g} s a step over the newest {len(table.steps)}{longer}")
+        lines += newest.tail[-_SHOWN_LINES:]
     return "".join(f"{line[:width]}\n" for line in lines)
