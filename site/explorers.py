@@ -136,12 +136,11 @@ def script(name: str, grid: Grid) -> str:
             key += [list(values).index(value) for values, value in zip(grid.choices.values(), choice, strict=True)]
             # Why a choice cannot be stands below the control that moved last; a page says it above the figures.
             reason = "".join(place.value for place in explorer.reasons.values())
-            drawn = {
-                shown: packed(as_page_figure(json.loads(figure.to_json())))
-                for shown, figure in explorer.figures.items()
-            }
-            figures = {figure: numbers.setdefault(packed_one, len(numbers)) for figure, packed_one in drawn.items()}
-            states[",".join(map(str, key))] = {"words": reason or explorer.words.value, "figures": figures}
+            state: dict[str, Any] = {"words": reason or explorer.words.value}
+            if explorer.figure:
+                drawn = packed(as_page_figure(json.loads(explorer.figure.to_json())))
+                state["figure"] = numbers.setdefault(drawn, len(numbers))
+            states[",".join(map(str, key))] = state
     content = {"states": states, "figures": list(numbers)}
     return f"moelabGrids[{json.dumps(name)}] = {json.dumps(content, ensure_ascii=False)};\n"
 
@@ -170,12 +169,11 @@ def page(name: str, grid: Grid) -> str:
             control = f'<select name="{words}">{"".join(menu)}</select>'
         fields.append(f"<label>{words} {control}</label>")
     explorer = next(iter(grid.explorers.values()))
-    places = "".join(figure_place(f' data-name="{html.escape(figure)}" hidden') for figure in explorer.plots.figures)
     return (
         f'<div class="moelab-explorer" data-grid="{name}"><p>Drawn when this site was built, for these controls alone. '
         f"Live, with all {len(explorer.controls)}: <code>make lab</code>, then "
         f"<code>notebooks/{name}.ipynb</code>.</p>"
-        f'<form class="controls">{"".join(fields)}</form><div class="words"></div>{places}</div>'
+        f'<form class="controls">{"".join(fields)}</form><div class="words"></div>{figure_place(" hidden")}</div>'
     )
 
 

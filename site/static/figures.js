@@ -51,15 +51,13 @@
         }
       const state = states[controls.map((one) => one.value).join()];
       box.querySelector(".words").innerHTML = state.words;
-      for (const figure of box.querySelectorAll("figure")) {
-        const number = state.figures[figure.dataset.name];
-        figure.hidden = number === undefined;
-        if (figure.hidden || figure.dataset.shown === String(number)) continue;
-        const unpacked = await unpack(figures[number]);
-        if (mine !== turn) return; // a control moved on meanwhile
-        figure.dataset.shown = number;
-        await draw(figure, unpacked);
-      }
+      const figure = box.querySelector("figure");
+      figure.hidden = state.figure === undefined;
+      if (figure.hidden || figure.dataset.shown === String(state.figure)) return;
+      const unpacked = await unpack(figures[state.figure]);
+      if (mine !== turn) return; // a control moved on meanwhile
+      figure.dataset.shown = state.figure;
+      await draw(figure, unpacked);
     };
     for (const one of controls) one.addEventListener("input", show);
     await show();

@@ -68,7 +68,7 @@ def test_a_profile_of_a_cluster_renders_and_submits_nothing(tmp_path: Path, monk
         assert re.search(rf"^ *{field} +not set ", shown, re.M)
     assert not called.exists()
     assert not list(directory.find(tmp_path / "runs"))
-    assert "is projected to make most" in copy.titles()[-1]
+    assert "Projected throughput by arm" in copy.titles()[-1]
 
 
 def test_a_study_that_is_trained_is_left_as_it_is(tmp_path: Path) -> None:

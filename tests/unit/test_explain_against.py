@@ -272,7 +272,6 @@ def test_bars_are_the_steps_and_the_comparison(steps: dict[str, Step]) -> None:
     figure, idle = step_bars(traces), idle_bars(traces, replayed=True)
     for place, one in enumerate(traces.values()):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(one.span_ms)
-    assert "17 %" in title(figure), "of a step without the barriers of tracing: 101 of 591 ms"
     assert [sum(bars.x) for bars in idle.data] == pytest.approx([one.idle_ms for one in traces.values()])
     assert "replayed" in title(idle)
     assert "DataLoader" in idle.data[0].y[0], "the longest"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import build_site
 import explorers
-import ipywidgets
 import nbformat
 import plotly.graph_objects as go
 import pytest
@@ -18,7 +19,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from moelab.errors import BadInput
 from moelab.notebooks.render import PLOTLY, WIDGET, stamp
 from moelab.viz.theme import new_figure
-from moelab.viz.widget import Explorer
+from moelab.viz.widget import Explorer, Menu, Number
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,19 +28,16 @@ class Bars(Explorer):
     """A bar of a height; 3 cannot be, and the colour makes no difference to the figure."""
 
     def __init__(self) -> None:
-        controls = {
-            "height": ipywidgets.Dropdown(options=[1, 2, 3], value=2, description="the height"),
-            "color": ipywidgets.Dropdown(options=["red", "<blue>"], value="red", description="a <color>"),
-            "other": ipywidgets.IntText(0, description="other"),
-        }
-        super().__init__(controls, ["bars"])
+        height, color = Menu.of("the height", (1, 2, 3)), Menu.of("a <color>", ("red", "<blue>"))
+        controls = {"height": height, "color": color, "other": Number("other")}
+        super().__init__(controls, {"height": 2, "color": "red", "other": 0})
 
-    def look(self) -> tuple[str, dict[str, go.Figure]]:
-        if self.chosen["height"] == 3:
+    def draw(self, chosen: Mapping[str, Any]) -> tuple[str, go.Figure]:
+        if chosen["height"] == 3:
             raise BadInput("height is 3; valid: 1 and 2")
-        figure = new_figure(f"{self.chosen['height']} is the height", subtitle="A bar.", note="made up")
-        figure.add_bar(y=[self.chosen["height"]])
-        return f"<b>{self.chosen['color'].strip('<>')}</b>", {"bars": figure}
+        figure = new_figure(f"{chosen['height']} is the height", subtitle="A bar.", note="made up")
+        figure.add_bar(y=[chosen["height"]])
+        return f"<b>{chosen['color'].strip('<>')}</b>", figure
 
 
 def test_a_grid_has_every_choice_as_the_explorer_shows_it_and_each_figure_once() -> None:
@@ -51,8 +49,8 @@ def test_a_grid_has_every_choice_as_the_explorer_shows_it_and_each_figure_once()
     assert list(content["states"]) == ["0,0", "0,1", "1,0", "1,1", "2,0", "2,1"]
     for place, state in content["states"].items():
         height, color = place.split(",")
-        shown = [figures[number]["caption"] for number in state["figures"].values()] or [state["words"]]
-        assert words[height] in shown[0]
+        shown = figures[state["figure"]]["caption"] if "figure" in state else state["words"]
+        assert words[height] in shown
         assert height == "2" or ("red", "blue")[int(color)] in state["words"]
     assert len(figures) == 2
     assert 'name="the height" min="0" max="2" value="1" data-labels="1|2|3"><output>2</output>' in page

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from figure_support import assert_says, title, traces
 
-from moelab.micro.grouped_gemm import Case, GroupedPrecision, stored
+from moelab.micro.grouped_gemm import GroupedPrecision, stored
 from moelab.planning.gemm_fit import expert_work, fit_b200, leave_one_out, published_work
 from moelab.planning.time.gemm import gain, grouped_time_s
 from moelab.viz.grouped_gemm import gain_map, measured_speedups, predicted_speedups, step_parts
@@ -51,8 +51,7 @@ def test_the_bars_of_a_step_add_up_to_its_time() -> None:
     totals_ms = [1e3 * grouped_time_s(*LARGE.case.mnkg, precision, RATES) for precision in precisions]
     assert [sum(bar.x[place] for bar in figure.data) for place in range(3)] == pytest.approx(totals_ms, rel=1e-3)
     assert "scales into blocks" in {bar.name for bar in figure.data}
-    assert_says(figure, "saves time", "predicted by the model, not measured")
-    assert_says(step_parts(Case(m=512, n=1408, k=2048, groups=8), RATES), "loses time")
+    assert_says(figure, "predicted by the model, not measured")
 
 
 @pytest.mark.parametrize("replayed", [True, False])
@@ -63,14 +62,13 @@ def test_every_measured_speed_up_is_drawn_and_a_replay_says_so(replayed: bool) -
     assert sorted(drawn) == sorted(zip(table["m"], table["speedup"].round(4), strict=True))
     of_eight = table[(table["groups"] == 8) & (table["sizes"] == "even")]
     assert sum(len(trace.x) for trace in traces(figure, mode="lines+markers")) == len(of_eight)
-    assert_says(figure, f"in {(table['speedup'] > 1).sum()} of {len(table)} cases")
     assert ("replayed: measured on NVIDIA H100" in title(figure)) is replayed
     rows = stored().rows  # more shapes than there are looks
     many = replace(stored(), rows=rows.assign(n=1 + rows.groupby(["m", "n", "k", "groups", "sizes"]).ngroup()))
     assert sum(len(trace.x) for trace in measured_speedups(many, "fp8", replayed=True).data) == len(table)
 
 
-def test_the_goal_is_shown_as_missed_where_it_is() -> None:
+def test_rows_within_the_goal_are_counted() -> None:
     table = leave_one_out()
-    assert ("missed" in title(predicted_speedups(table))) is not table["left_out_within"].all()
-    assert_says(predicted_speedups(table.assign(left_out_within=True)), "reached", "quoted: torchao", "predicted")
+    count = int(((table["left_out"] / table["measured"] - 1).abs() <= 0.1).sum())
+    assert_says(predicted_speedups(table), f"{count} of 8 rows", "quoted: torchao", "predicted")

@@ -22,6 +22,7 @@ from moelab.planning.time import traffic as model
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.viz import deepep
 from moelab.viz import traffic as viz
+from moelab.viz.theme import NARROW
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ExpertPlacement(experts=256, top_k=8, ep=32, ranks_per_node=8)
@@ -36,25 +37,20 @@ REPLAYED = "measured elsewhere, replayed"
 
 def test_a_tokens_way_is_drawn_for_each_method_and_step_by_step() -> None:
     figure = viz.token_flow(FORCED, PUBLISHED, token=13)
-    crosses = "Sent once per node, this token crosses the network 1 time instead of 8"
-    assert_says(figure, crosses, "8 experts on 1 GPU of 1 node. A", "2 nodes without", "one simulated token")
+    assert_says(figure, "8 experts on 1 GPU of 1 node", "2 nodes without", "one simulated token")
     ways = [note.rpartition("<br>")[2] for note in notes(figure)]  # the second straight to the rank
     assert ways == ["8 × network, 0 × NVLink", "1 × network, 0 × NVLink", "1 × network, 1 × NVLink"]
-    assert_says(viz.token_flow(RANDOM, ONE_NODE), "Sent once per GPU, this token crosses NVLink")
-    alone = viz.token_flow(FORCED, replace(PUBLISHED, top_k=1), token=100)
-    assert_says(alone, "1 time as it does by each way")
     figure = viz.forwarding(RANDOM, PUBLISHED, sender=3, token=5)
     far, near = (int(note.split("<br>")[1].split()[0]) for note in notes(figure)[:2])
     assert notes(figure)[2].endswith(f"sums: {near} × NVLink, {far} × network")
-    assert_says(figure, f"{far} copies over the network", "one simulated token")
-    assert_says(viz.forwarding(RANDOM, ONE_NODE), "all reached inside the node")
+    assert_says(figure, "one simulated token")
     with pytest.raises(BadInput, match="sender is 32; valid: 0 to 31"):
         viz.forwarding(RANDOM, PUBLISHED, sender=32)
 
 
 def test_what_a_draw_sends_is_of_all_tokens_and_the_simulations() -> None:
     figure = viz.destination_histogram([FORCED, LIMITED, RANDOM], PUBLISHED)
-    assert_says(figure, "forced round-robin 1.00, group-limited 6.60, balanced random 7.27", "simulated routing")
+    assert_says(figure, "simulated routing")
     for routing in (FORCED, LIMITED, RANDOM):
         mean = expected_destinations(routing, PUBLISHED)
         bars = traces(figure, name=viz.ROUTING_LABELS[routing.kind])
@@ -65,22 +61,19 @@ def test_what_a_draw_sends_is_of_all_tokens_and_the_simulations() -> None:
     sent_mb = [(count.nvlink_SR + count.network_SR).sum() * 14336 / 1e6 for count in counts]
     assert [np.nansum(trace.z) for trace in traces(figure, type="heatmap")] == pytest.approx(sent_mb, rel=1e-3)
     assert_says(figure, "simulated routing")
-    assert_says(viz.traffic_matrix(RANDOM, ONE_NODE, tokens=64, hidden=2048), "All ranks share a node")
 
 
 def test_bytes_by_degree_and_savings_by_routing_are_the_models() -> None:
     figure = viz.bytes_by_ep([RANDOM, FORCED], PUBLISHED, **SIZES)
-    assert_says(figure, "At EP 32 DeepEP sends 2.2 times less over the network", "derived, not measured")
+    assert_says(figure, "derived, not measured")
     lines = {(trace.name, trace.yaxis): dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     assert len(lines) == len(figure.data) == 2 * (1 + 2 + 2)  # on both wires; the standard one is alike under both
     sent = model.expected_traffic(RANDOM, PUBLISHED, "deepep_hybrid", **SIZES).total
     network, nvlink = (lines["DeepEP, once per node, balanced random", axis] for axis in ("y", "y2"))
     assert (network["8"], network["32"], nvlink["32"]) == pytest.approx((0, sent.network / 1e9, sent.nvlink / 1e9))
     assert set(network) == {"2", "4", "8", "16", "32", "64"}
-    assert_says(viz.bytes_by_ep([RANDOM], ONE_NODE, tokens=64, hidden=2048), "nothing leaves the node")
     figure = viz.saving_by_routing([FORCED, LIMITED, RANDOM], PUBLISHED)
-    fewer = "8.0 times fewer copies on the network under forced round-robin routing, 2.2 times"
-    assert_says(figure, fewer, "derived, not measured")
+    assert_says(figure, "2.2 to 8.0 times fewer copies on the network", "derived, not measured")
     rows = model.expected_rows(expected_destinations(RANDOM, PUBLISHED), PUBLISHED, "deepep_hybrid")
     drawn = {trace.name: (trace.y[2], trace.text[2]) for trace in figure.data}
     assert drawn[viz.METHOD_LABELS["deepep_hybrid"]] == (pytest.approx(rows.network), "÷ 2.2")
@@ -97,7 +90,7 @@ def test_the_explorer_bounds_times_by_the_wires_and_begins_where_it_is_told() ->
     assert written == pytest.approx(least_ms, abs=0.06)
     own = viz.TrafficExplorer(hidden=1234, token=3)
     assert (own.chosen["model"], own.models["yours"]["hidden"]) == ("yours", 1234)
-    assert own.picture() == viz.token_flow(RANDOM, PUBLISHED, token=3)
+    assert own.figure.data == viz.token_flow(RANDOM, PUBLISHED, token=3, width=NARROW).data
     with pytest.raises(BadInput, match="the explorer has no control 'seed'"):
         viz.TrafficExplorer(seed=1)
 
@@ -151,8 +144,7 @@ def exchanges(*, packaged: bool = False, **changes: Any) -> Measurement:
 
 def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() -> None:
     figure = deepep.operation_times(exchanges(packaged=True))
-    assert_says(figure, "DeepEP expanding takes 8.0 ms for a layer's four exchanges, the standard all-to-all 16.0 ms")
-    assert_says(figure, "(balanced random routing)", REPLAYED, "2 × MADE-UP GPU, torch 0, 2000-01-01")
+    assert_says(figure, REPLAYED, "2 × MADE-UP GPU, torch 0, 2000-01-01")
     assert REPLAYED not in title(deepep.operation_times(exchanges()))
     assert_says(
         deepep.operation_times(exchanges(device="CPU processes over gloo: the method's test")), "no measure of a GPU"
@@ -162,10 +154,10 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     assert standard[0].error_y.array == (0.05,) * 4
     assert not traces(figure, name="DeepEP expanding, MXFP8 dispatch")  # it failed
     figure = deepep.sm_sweep(exchanges(packaged=True))
-    assert_says(figure, "320 GB/s with 32 multiprocessors, 80 % of a plain copy", REPLAYED)
+    assert_says(figure, REPLAYED)
     (line,) = figure.data  # in order, whatever the rows'
     assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
-    assert notes(figure) == ["plain copy 400 GB/s"]
+    assert notes(figure) == ["plain copy<br>400 GB/s"]
     # Every way that the experiment measures can be drawn.
     assert {arm.name for arm in (exchange.STANDARD, *exchange.DEEPEP)} == set(deepep.ARM_LOOKS)
     assert deepep.OPERATIONS == exchange.OPERATIONS

@@ -303,12 +303,6 @@ def compare_methods(tensors: Mapping[str, torch.Tensor], *, gradients: Collectio
     return rows
 
 
-def worst_block_costs_db(rows: Iterable[ErrorRow], method: str, than: str) -> list[float]:
-    """What the worst blocks of each tensor lose more by one method than by another, dB."""
-    by = {(row.data, row.method): row.worst_blocks_db for row in rows}
-    return [by[data, than] - worst for (data, name), worst in by.items() if name == method]
-
-
 # Products
 
 
@@ -375,13 +369,6 @@ def compare_products(gemms: Iterable[GroupedGemm]) -> list[GemmRow]:
             about = {"weight": gemm.name, "method": method.name, "label": method.label}
             rows += [GemmRow(**about, product=one, sqnr_db=sqnr_db(exact[one], cast[one])) for one in PRODUCTS]
     return rows
-
-
-def product_costs_db(rows: Iterable[GemmRow], method: str, than: str) -> dict[tuple[str, Product], float]:
-    """What each product of each weight loses more by one method than by another, dB."""
-    by = {(row.weight, row.product, row.method): row.sqnr_db for row in rows}
-    mine = {(weight, product): own for (weight, product, name), own in by.items() if name == method}
-    return {place: by[*place, than] - own for place, own in mine.items()}
 
 
 def cast_product(product: Product, left: torch.Tensor, right: torch.Tensor, method: Method) -> torch.Tensor:

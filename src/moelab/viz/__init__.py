@@ -70,6 +70,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "saving_by_routing",
             "traffic_matrix",
         ],
-        "validation": ["part_strips", "row_words", "step_strips"],
+        "validation": ["error_strips", "row_words"],
     },
 )

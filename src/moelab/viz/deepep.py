@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import pandas as pd
@@ -25,28 +25,33 @@ from moelab.planning.measured import Measurement, Row
 from moelab.planning.time.exchange import QuotedBandwidth
 from moelab.planning.time.traffic import Pass, moved_gb, passes_ms
 from moelab.viz.draw import (
-    draw_bars,
+    Look,
+    bar_rows,
     draw_limit,
     error_bars,
     in_panel,
     inside,
+    legend_below,
     legend_entry,
     list_rows,
     nothing_to_draw,
     panels,
     write_beside,
 )
-from moelab.viz.theme import INK, MUTED, WARNING, WIDE, arm_styles, new_figure, plot_text, span
+from moelab.viz.theme import INK, MUTED, WIDE, arm_styles, new_figure, plot_text, span
 from moelab.viz.traffic import ROUTING_LABELS
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 """Of rows of exchanges; :mod:`moelab.micro.exchange`, which measures them, loads torch."""
 NIC_GB_S = 50.0
 """One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
-_PASS_COLORS = {"copy out": "#0072B2", "gather": "#56B4E9", "pad": "#D55E00", "quantise": "#E69F00"}
-_OPERATIONS = dict(
-    zip(OPERATIONS, ("dispatch<br>fwd", "combine<br>fwd", "combine<br>bwd", "dispatch<br>bwd"), strict=True)
-)
+_PASSES: Mapping[str, Look] = {
+    "copy out": ("#0072B2", ""),
+    "gather": ("#56B4E9", ""),
+    "pad": ("#D55E00", ""),
+    "quantise": ("#E69F00", ""),
+}
+_OPERATIONS = dict(zip(OPERATIONS, ("dispatch fwd", "combine fwd", "combine bwd", "dispatch bwd"), strict=True))
 _LINES = dict(zip(OPERATIONS, (("#0072B2", 5), ("#D55E00", 5), ("#009E73", 2), ("#CC79A7", 2)), strict=True))
 """Colour and width: ways there are broad and ways back thin, as they may lie on each other."""
 ARM_LOOKS = {
@@ -60,28 +65,27 @@ ARM_LOOKS = {
 def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
     """Published bandwidths whose bottleneck is the network, as they are counted and as the network card sees them."""
     drawn = [row for row in rows if row.wire == "network"]
-    seen = [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
+    logical, seen = [row.dispatch_gb_s for row in drawn], [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
     figure = new_figure(
         f"A quoted figure above {NIC_GB_S:.0f} GB/s is {min(seen):.0f} to {max(seen):.0f} GB/s on the wire",
         subtitle="Dispatch bandwidth. Light: as DeepEP counts it, a token once for each node, its own node included. "
         "Full: the share 1 − 1/N that leaves the node (derived). SMs: streaming multiprocessors used.",
         note="quoted from DeepEP's README and docs/legacy.md",
-        height=430,
+        height=400,
     )
     labels = [
         f"{row.version}, {row.gpu}<br>EP 8×{row.nodes}<br>{f'{row.sms} SMs' if row.sms else '–'}" for row in drawn
     ]
-    logical = [row.dispatch_gb_s for row in drawn]
     for name, values, color, ink in (
         ("logical, quoted", logical, "#a9cfe8", INK),
         ("on the network, derived", seen, "#0072B2", "white"),
     ):
         texts = inside([f"{value:.0f}" for value in values], anchor="start", size=13, color=ink)
         figure.add_bar(x=labels, y=values, name=name, marker_color=color, **texts, hovertemplate="%{y:.1f} GB/s")
-    draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card", color=WARNING, width=1.5, margin_px=80)
+    draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card")
     figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
     figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
-    return figure.update_layout(barmode="group", bargap=0.3, hovermode="x unified")
+    return legend_below(figure.update_layout(barmode="group", bargap=0.3, hovermode="x unified"))
 
 
 def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
@@ -91,22 +95,18 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
     beside each bar; ``words`` say in the subtitle what the sizes are.
     """
     totals_gb = {name: moved_gb(passes) for name, passes in paths.items()}
-    most, least = max(totals_gb.values()), min(totals_gb.values())
-    figure = new_figure(
-        f"From the wire to the experts: {most:.2f} GB over memory pass by pass, {least:.2f} GB in one",
+    figure = bar_rows(
+        "Bytes over memory from the wire to the experts, pass by pass",
+        [name.replace(": ", ":<br>") for name in paths],
+        {step: ([moved_gb(passes, step) for passes in paths.values()], look) for step, look in _PASSES.items()},
+        "GB read and written",
+        unit=":.2f GB",
         subtitle=f"Read and written in one layer's forward dispatch: {words}. At the end: time at {hbm_tb_s:g} TB/s.",
         note="derived, not measured",
-        height=380,
+        row_px=56,
+        ends=[f"<b>{total:.2f} GB</b>, {passes_ms(paths[name], hbm_tb_s):.2f} ms" for name, total in totals_gb.items()],
     )
-    for step, color in _PASS_COLORS.items():
-        amounts = [moved_gb(passes, step) for passes in paths.values()]
-        draw_bars(figure, list(paths), amounts, step, "%{x:.2f} GB", marker_color=color)
-    for name, total_gb in totals_gb.items():
-        text = f"<b>{total_gb:.2f} GB</b>, {passes_ms(paths[name], hbm_tb_s):.2f} ms"
-        write_beside(figure, total_gb, name, text, px=6, size=13, color=INK)
-    list_rows(figure, "GB read and written", barmode="stack", bargap=0.35)
-    figure.update_yaxes(tickvals=list(paths), ticktext=[name.replace(": ", ":<br>") for name in paths])
-    return figure.update_xaxes(range=[0, 1.35 * most]).update_yaxes(ticklabelstandoff=6)
+    return figure.update_xaxes(range=[0, 1.35 * max(totals_gb.values())])
 
 
 # --- measured exchanges ----------------------------------------------------------------------------------------------
@@ -119,18 +119,13 @@ class FourExchanges(NamedTuple):
     fastest: str
     fastest_ms: float
 
-    @property
-    def ratio(self) -> float:
-        """How many times as fast the fastest is."""
-        return self.standard_ms / self.fastest_ms
 
-
-def four_exchanges(rows: Iterable[Row], arms: Collection[str]) -> FourExchanges | None:
+def four_exchanges(rows: Iterable[Row]) -> FourExchanges | None:
     """Medians of one size and routing, added up; None where the standard arm or all others lack an operation."""
     medians = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
     sums_ms = {
         arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
-        for arm in arms
+        for arm in ARM_LOOKS
         if all((arm, operation) in medians for operation in OPERATIONS)
     }
     standard_ms = sums_ms.pop("standard bf16", None)
@@ -138,53 +133,6 @@ def four_exchanges(rows: Iterable[Row], arms: Collection[str]) -> FourExchanges 
         return None
     fastest = min(sums_ms, key=sums_ms.__getitem__)
     return FourExchanges(standard_ms, fastest, sums_ms[fastest])
-
-
-def payload_gb_s(row: Row) -> float:
-    """What of an exchange crosses between ranks, over the time of the whole operation."""
-    return float(row["physical_bytes"] / row["us_median"] / 1e3)  # bytes a µs are 1e-3 GB/s
-
-
-def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
-    """Time of the four operations of a layer by way to move tokens, a panel for each routing."""
-    # Multiprocessors that the caller chose are the sweep's; an arm without a look is another version's.
-    rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
-    if not rows:
-        return not_measured(measured, "Dispatch and combine")
-    routings = list(dict.fromkeys(row["routing"] for row in rows))
-    finding = "Time of dispatch and combine, forward and backward"
-    if four := four_exchanges((row for row in rows if row["routing"] == routings[0]), ARM_LOOKS):
-        finding = (
-            f"{ARM_LOOKS[four.fastest][0]} takes {four.fastest_ms:.1f} ms for a layer's four exchanges, the standard "
-            f"all-to-all {four.standard_ms:.1f} ms ({ROUTING_LABELS[routings[0]]} routing)"
-        )
-    figure = panels(
-        finding,
-        [f"{ROUTING_LABELS[routing]} routing" for routing in routings],
-        subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
-        f"interquartile range each way. {measured.stamp}.",
-        note=replayed(measured),
-        shared=True,
-    )
-    named: set[str] = set()  # the legend names an arm in the first panel that has it
-    for column, routing in enumerate(routings, start=1):
-        for arm, (label, color) in ARM_LOOKS.items():
-            times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
-            if times:
-                figure.add_bar(
-                    x=[_OPERATIONS[operation] for operation in times],
-                    y=[row["us_median"] / 1e3 for row in times.values()],
-                    error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
-                    marker_color=color,
-                    hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
-                    **in_panel(column, label) | {"legendgroup": arm, "showlegend": arm not in named},
-                )
-                named.add(arm)
-    order = [label for name, label in _OPERATIONS.items() if any(row["operation"] == name for row in rows)]
-    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
-    figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
-    figure.update_yaxes(title_text="ms", col=1)
-    return figure.update_layout(barmode="group", bargap=0.2, legend_y=-0.25)
 
 
 def exchange_table(measured: Measurement) -> pd.DataFrame:
@@ -199,12 +147,54 @@ def exchange_table(measured: Measurement) -> pd.DataFrame:
             "routing": ROUTING_LABELS[routing],
             "standard (ms)": round(four.standard_ms, 2),
             "fastest (ms)": round(four.fastest_ms, 2),
-            "× as fast": round(four.ratio, 2),
+            "× as fast": round(four.standard_ms / four.fastest_ms, 2),
             "fastest": ARM_LOOKS[four.fastest][0],
         }
         for (size, routing), rows in groups.items()
-        if (four := four_exchanges(rows, ARM_LOOKS))
+        if (four := four_exchanges(rows))
     )
+
+
+def payload_gb_s(row: Row) -> float:
+    """What of an exchange crosses between ranks, over the time of the whole operation."""
+    return float(row["physical_bytes"] / row["us_median"] / 1e3)  # bytes a µs are 1e-3 GB/s
+
+
+def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
+    """Time of the four operations of a layer by way to move tokens, a panel for each routing."""
+    # Multiprocessors that the caller chose are the sweep's; an arm without a look is another version's.
+    rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
+    if not rows:
+        return not_measured(measured, "Dispatch and combine")
+    routings = list(dict.fromkeys(row["routing"] for row in rows))
+    figure = panels(
+        "Time of a layer's four exchanges",
+        [f"{ROUTING_LABELS[routing]} routing" for routing in routings],
+        subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
+        f"interquartile range each way. {measured.stamp}.",
+        note=replayed(measured),
+        height=420,
+        shared=True,
+    )
+    named: set[str] = set()  # the legend names an arm in the first panel that has it
+    for column, routing in enumerate(routings, start=1):
+        for arm, (label, color) in ARM_LOOKS.items():
+            times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
+            if times:
+                figure.add_bar(
+                    x=[_OPERATIONS[operation].replace(" ", "<br>") for operation in times],
+                    y=[row["us_median"] / 1e3 for row in times.values()],
+                    error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
+                    marker_color=color,
+                    hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
+                    **in_panel(column, label) | {"legendgroup": arm, "showlegend": arm not in named},
+                )
+                named.add(arm)
+    order = [name.replace(" ", "<br>") for name in _OPERATIONS.values()]
+    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
+    figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
+    figure.update_yaxes(title_text="ms", col=1)
+    return legend_below(figure.update_layout(barmode="group", bargap=0.2))
 
 
 def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
@@ -213,41 +203,35 @@ def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
     The count that training takes is a point too.
     """
     counted = [row for row in _of_size(measured, size) if row.get("sms") and row.get("physical_bytes")]
-    chosen = [row for row in counted if row["sms_chosen_by"] == "caller"]
-    if not chosen:
+    lines: dict[tuple[str, ...], list[Row]] = {}
+    for row in sorted(counted, key=lambda row: int(row["sms"])):
+        lines.setdefault((row["operation"], row["precision"], row["routing"], row["layout"]), []).append(row)
+    lines = {of: line for of, line in lines.items() if any(row["sms_chosen_by"] == "caller" for row in line)}
+    if not lines:
         return not_measured(measured, "Bandwidth against multiprocessors")
-
-    def kind(row: Row) -> tuple[str, ...]:
-        return row["operation"], row["precision"], row["routing"], row["layout"]
-
-    lines = {of: [row for row in counted if kind(row) == of] for of in dict.fromkeys(map(kind, chosen))}
-    rows = [row for line in lines.values() for row in line]
+    first = next(iter(lines.values()))[0]
     copy_gb_s = (measured.content or {})["copies"]["between_ranks_gb_s"]
-    best = max(rows, key=payload_gb_s)
     figure = new_figure(
-        f"DeepEP reaches {payload_gb_s(best):.0f} GB/s with {best['sms']} multiprocessors, "
-        f"{100 * payload_gb_s(best) / copy_gb_s:.0f} % of a plain copy between the GPUs",
-        subtitle=f"Payload that crosses, over the time of the whole operation; {_size_words(rows[0])}, "
-        f"{ROUTING_LABELS[rows[0]['routing']]} routing. {measured.stamp}.",
+        "Bandwidth of DeepEP by streaming multiprocessors",
+        subtitle=f"Payload that crosses, over the time of the whole operation; {_size_words(first)}, "
+        f"{ROUTING_LABELS[first['routing']]} routing. {measured.stamp}.",
         note=replayed(measured),
     )
     for (operation, precision, *_), line in lines.items():
-        line.sort(key=lambda row: int(row["sms"]))
         color, width = _LINES[operation]
         figure.add_scatter(
             x=[row["sms"] for row in line],
             y=list(map(payload_gb_s, line)),
             mode="lines+markers",
-            name=f"{_OPERATIONS[operation].replace('<br>', ' ')}, {precision.upper()}",
+            name=f"{_OPERATIONS[operation]}, {precision.upper()}",
             line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
             hovertemplate="%{y:.0f} GB/s",
         )
-    words = {"text": f"plain copy {copy_gb_s:.0f} GB/s", "font": {"size": 12, "color": WARNING}}
-    look = {"color": WARNING, "width": 1.5, "dash": "dash"}
-    figure.add_hline(y=copy_gb_s, line=look, annotation=words, annotation_position="top right")
-    figure.update_layout(hovermode="x unified")
-    figure.update_xaxes(title_text="streaming multiprocessors", tickvals=sorted({row["sms"] for row in rows}))
-    return figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
+    draw_limit(figure, copy_gb_s, f"plain copy<br>{copy_gb_s:.0f} GB/s")
+    ticks = sorted({row["sms"] for line in lines.values() for row in line})
+    figure.update_xaxes(title_text="streaming multiprocessors", tickvals=ticks)
+    figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
+    return legend_below(figure.update_layout(hovermode="x unified", showlegend=True))
 
 
 def _of_size(measured: Measurement, size: str) -> list[Row]:
@@ -295,7 +279,7 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}; * one pass only, not "
         f"A B A B; † stock was short of memory. {measured.stamp}.",
         note=replayed(measured),
-        height=170 + 21 * len(lines),
+        height=130 + 21 * len(lines),
         width=WIDE,
     )
     for routing, (aside, suffix) in _ROUTING_MARKS.items():
@@ -324,12 +308,11 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
             ratios = [f"{by_routing[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in by_routing]
             star = "*" if any(len(one.passes) == 1 for one in by_routing.values()) else ""
             star += "†" if any(one.stock_short for one in by_routing.values()) else ""
-            write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14, size=13)
+            write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14)
     figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
-    names = [f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines]
-    list_rows(figure, "× stock", names=names, legend_y=-0.16)
+    list_rows(figure, "× stock", names=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines])
     figure.update_yaxes(ticklabelstandoff=6, tickfont_size=13, showgrid=True)
-    return figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f")
+    return legend_below(figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f"))
 
 
 def _arm_words(result: ArmResult) -> str:
@@ -351,8 +334,6 @@ def not_measured(measured: Measurement, what: str) -> go.Figure:
 
 def replayed(measured: Measurement) -> str:
     """Where the numbers come from, for the title."""
-    content = measured.content or {}
-    device = str(content.get("device", ""))
-    if device.startswith("CPU"):
+    if str((measured.content or {}).get("device", "")).startswith("CPU"):
         return "CPU processes over gloo: no measure of a GPU"
     return "measured elsewhere, replayed" if measured.packaged else ""

@@ -1,9 +1,11 @@
-"""What figures of several subjects share: panels, axes of arms, bars, intervals, levels, curves over steps."""
+"""What figures of several subjects share: panels, rows of bars, legends, intervals, levels, curves over steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -11,11 +13,18 @@ import plotly.graph_objects as go
 
 from moelab.judge.arms import arm_label
 from moelab.judge.curves import joined_lines, thinned, thinning
-from moelab.viz.theme import INK, MUTED, NORMAL, WARNING, ArmStyle, new_figure, wrap
+from moelab.viz.theme import INK, MUTED, NARROW, NORMAL, WARNING, ArmStyle, new_figure, wrap
+
+Look = tuple[str, str]
+"""A colour and plotly's hatch, which is empty for a plain bar."""
+STAR = {"symbol": "star", "color": "black", "line": {"color": "white", "width": 1}}
+"""Marker of the rank that a map is about; the size is the map's."""
+DIAMOND = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}
+"""Marker of a further value over bars, such as a published one."""
 
 
 def panels(
-    finding: str,
+    title: str,
     titles: Sequence[str],
     *,
     subtitle: str,
@@ -31,7 +40,7 @@ def panels(
     ``spacing`` is between two panels, as a part of the width; ``shared`` panels have one vertical axis; ``widths`` are
     those of the panels in proportion. Panels may go without titles.
     """
-    figure = new_figure(finding, subtitle=subtitle, note=note, height=height, width=width)
+    figure = new_figure(title, subtitle=subtitle, note=note, height=height, width=width)
     # Not make_subplots, whose figure would have plotly's own template under the theme.
     figure.set_subplots(
         cols=len(titles),
@@ -40,13 +49,12 @@ def panels(
         shared_yaxes=shared,
         column_widths=widths and list(widths),
     )
-    if not any(titles):
-        return figure
-    figure.update_annotations(font={"size": 13, "color": MUTED})
-    lines = 1 + max(title.count("<br>") for title in titles)
-    # plotly gives titles of panels no room of their own: they would lie on the figure's title.
-    room = 24 + max(0, lines - 2) * 17
-    return figure.update_layout(margin_t=figure.layout.margin.t + room, height=figure.layout.height + room)
+    if any(titles):
+        figure.update_annotations(font={"size": 13, "color": MUTED})
+        # plotly gives titles of panels no room of their own: they would lie on the figure's title.
+        room_px = 24 + 17 * max(0, max(text.count("<br>") for text in titles) - 1)
+        figure.update_layout(margin_t=figure.layout.margin.t + room_px, height=figure.layout.height + room_px)
+    return figure
 
 
 def in_panel(column: int, name: str) -> dict[str, object]:
@@ -54,11 +62,69 @@ def in_panel(column: int, name: str) -> dict[str, object]:
     return {"row": 1, "col": column, "name": name, "legendgroup": name, "showlegend": column == 1}
 
 
+def fill(color: str, hatch: str = "", *, edge: str = MUTED) -> dict[str, object]:
+    """Marker of bars in a colour, hatched in it where there is a hatch."""
+    return {"color": color, "line": {"color": edge, "width": 1}, "pattern": {"shape": hatch, "size": 5}}
+
+
 def inside(texts: Sequence[str], *, anchor: str = "middle", **font: object) -> dict[str, object]:
     """Options of bars that have these texts in them, upright."""
     # plotly turns a text that is wider than its bar, and then nobody can read it.
     place = {"textposition": "inside", "insidetextanchor": anchor, "textangle": 0}
     return {"text": list(texts), "textfont": font, **place}
+
+
+def bar_rows(
+    title: str,
+    rows: Sequence[object],
+    series: Mapping[str, tuple[Sequence[float], Look]],
+    axis: str,
+    *,
+    unit: str,
+    subtitle: str,
+    note: str = "",
+    grouped: bool = False,
+    numbers: str = "",
+    row_px: float = 44,
+    ends: Sequence[str] = (),
+    diamonds: tuple[str, Sequence[float | None]] | None = None,
+    width: int = NORMAL,
+) -> go.Figure:
+    """Horizontal bars, a row each, the first on top: stacked or in groups, named in the legend.
+
+    Args:
+        title: as of :func:`moelab.viz.theme.new_figure`.
+        rows: their names; two lists of names make an axis of two levels.
+        series: values of each row, with their look, by name.
+        axis: title of the axis of values.
+        unit: of a value in the hover, with its format: ``":.1f ms"``.
+        subtitle: as of that function.
+        note: as of that function.
+        grouped: bars of a row below each other, not one after another.
+        numbers: format of the values that stand in the bars with room for them; empty for none.
+        row_px: height of a row.
+        ends: text beside the end of each row's bars.
+        diamonds: name and values of further marks, one in each row.
+        width: of the figure.
+    """
+    count = max((len(values) for values, _ in series.values()), default=0)
+    figure = new_figure(title, subtitle=subtitle, note=note, height=round(130 + row_px * count), width=width)
+    form, _, words = unit.partition(" ")
+    longest = max((sum(one) for one in zip(*(values for values, _ in series.values()), strict=True)), default=0.0)
+    for name, (values, look) in series.items():
+        texts = [format(value, numbers) if value > 0.03 * longest else "" for value in values] if numbers else []
+        hover = f"{name}: %{{x{form}}} {words}<extra></extra>"
+        bar = {"x": values, "y": rows, "name": name, "orientation": "h", "hovertemplate": hover}
+        figure.add_bar(**bar, marker=fill(*look), **(inside(texts, size=13) if numbers else {}))
+    if diamonds:
+        name, marks = diamonds
+        hover = f"{name}: %{{x{form}}} {words}<extra></extra>"
+        figure.add_scatter(x=marks, y=rows, name=name, mode="markers", marker=DIAMOND, hovertemplate=hover)
+    for place, text in enumerate(ends):
+        end = sum(values[place] for values, _ in series.values())
+        write_beside(figure, max(end, (diamonds[1][place] or 0.0) if diamonds else 0.0), rows[place], text, px=9)
+    list_rows(figure, axis, barmode="group" if grouped else "stack", bargap=0.3)
+    return legend_below(figure)
 
 
 def list_rows(figure: go.Figure, x: str = "", *, names: Sequence[str] = (), **layout: object) -> go.Figure:
@@ -73,27 +139,27 @@ def list_rows(figure: go.Figure, x: str = "", *, names: Sequence[str] = (), **la
     return figure.update_layout(legend_traceorder="normal", **layout)  # of stacked bars plotly lists the last first
 
 
-def legend_below(figure: go.Figure, px: int) -> go.Figure:
-    """Put the legend at the lower edge, with so much room from there to the axis; the figure grows by it.
+def legend_below(figure: go.Figure, *, axis_px: int = 58) -> go.Figure:
+    """Put the legend at the lower edge, below the axis, and let the figure grow by it.
 
-    In a low figure a legend that is placed from the axis would lie on the axis' title.
+    In a low figure a legend that is placed from the axis would lie on the axis' title, for which ``axis_px`` is room.
     """
-    below = {"yref": "container", "y": 0, "yanchor": "bottom"}
-    return figure.update_layout(legend=below, margin_b=px, height=figure.layout.height + max(0, px - 60))
+    names = dict.fromkeys(one.name for one in figure.data if one.name and one.showlegend is not False)
+    lengths = [46 + 7.3 * max(map(len, name.split("<br>"))) for name in names]
+    width = figure.layout.template.layout.width
+    narrow = {"entrywidth": 140, "font_size": 12} if width == NARROW and max(lengths, default=0) < 205 else {}
+    if narrow:
+        lengths = [180.0] * len(names)
+    # A legend that does not fit into a line has columns as wide as its longest name.
+    lines = 1 if sum(lengths) <= width - 90 else math.ceil(len(names) / max(1, (width - 90) // max(lengths)))
+    px = axis_px + (16 + 20 * lines if names else 0)
+    below = {"yref": "container", "y": 0, "yanchor": "bottom", **narrow}
+    return figure.update_layout(legend=below, margin_b=px, height=figure.layout.height + px - 60)
 
 
 def over_steps(figure: go.Figure, y: str, **axis: object) -> go.Figure:
     """Name the axes of curves over steps, all of which show their value at the step that is pointed at."""
     return figure.update_layout(xaxis_title_text="step", yaxis={"title_text": y, **axis}, hovermode="x unified")
-
-
-def draw_bars(
-    figure: go.Figure, rows: Sequence[object], values: Sequence[float], name: str, hover: str, **options: object
-) -> None:
-    """Horizontal bars of one name, one in each row; ``hover`` is a bar's value in plotly's words."""
-    # An empty <extra> takes away plotly's second box, which repeats the name.
-    hover = f"{name}: {hover}<extra></extra>"
-    figure.add_bar(x=values, y=rows, name=name, orientation="h", hovertemplate=hover, **options)
 
 
 def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
@@ -104,14 +170,57 @@ def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6
     figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
 
 
-def running_bars(
-    rows: Sequence[str], values: Sequence[float], colors: Sequence[str], shapes: Sequence[str] = (), *, hover: str
-) -> go.Bar:
-    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero."""
-    marker = {"color": list(colors), "line": {"color": MUTED, "width": 1}}
-    marker |= {"pattern": {"shape": list(shapes)}} if shapes else {}
-    base = [*accumulate(values[:-2], initial=0.0), 0.0]  # the whole stands on zero, as the first part does
-    return go.Bar(y=list(rows), x=list(values), base=base, orientation="h", marker=marker, hovertemplate=hover)
+def running_rows(
+    title: str,
+    rows: Sequence[str],
+    values: Sequence[float],
+    axis: str,
+    *,
+    labels: Sequence[str],
+    looks: Sequence[Look],
+    unit: str,
+    subtitle: str,
+    note: str = "",
+    row_px: int = 24,
+    points: Mapping[str, float] = MappingProxyType({}),
+    width: int = NORMAL,
+) -> go.Figure:
+    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero.
+
+    Labels stand left of bars that begin beyond the middle, and right of the others; ``points`` are further values of
+    rows, as diamonds. What else is as in :func:`bar_rows`.
+    """
+    figure = new_figure(title, subtitle=subtitle, note=note, height=130 + row_px * len(rows), width=width)
+    starts = [*accumulate(values[:-2], initial=0.0), 0.0]  # the whole stands on zero, as the first part does
+    form, _, words = unit.partition(" ")
+    figure.add_bar(
+        x=values,
+        y=rows,
+        base=starts,
+        orientation="h",
+        marker={"color": [color for color, _ in looks], "line": {"color": MUTED, "width": 1}},
+        marker_pattern={"shape": [hatch for _, hatch in looks]},
+        hovertemplate=f"%{{y}}: %{{x{form}}} {words}<extra></extra>",
+    )
+    left = [start > 0.5 * values[-1] for start in starts]
+    ends = [
+        min(start, start + value) if before else max(start, start + value, points.get(row, 0.0))
+        for row, start, value, before in zip(rows, starts, values, left, strict=True)
+    ]
+    figure.add_scatter(
+        x=ends,
+        y=rows,
+        mode="text",
+        text=[f"{'&nbsp;' * 3 * (row in points)} {text} " for row, text in zip(rows, labels, strict=True)],
+        textposition=["middle left" if before else "middle right" for before in left],
+        textfont_size=12,
+        hoverinfo="skip",
+    )
+    if points:
+        hover = f"quoted: %{{x{form}}} {words}<extra></extra>"
+        figure.add_scatter(x=[*points.values()], y=[*points], mode="markers", marker=DIAMOND, hovertemplate=hover)
+    figure.update_xaxes(range=[0, 1.2 * max(*ends, values[-1])])
+    return list_rows(figure, axis, showlegend=False, bargap=0.25)
 
 
 def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) -> dict[str, object]:
@@ -125,36 +234,28 @@ def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) 
 
 
 def interval_marks(
-    places: Sequence[object], ends: Sequence[tuple[float, float, float]], *, along: str, color: str, **options: object
+    rows: Sequence[object], ends: Sequence[tuple[float, float, float]], *, color: str, **options: object
 ) -> go.Scatter:
-    """Values with their low and high ends at places on the other axis; ``along`` is the axis of the values."""
-    across = "y" if along == "x" else "x"
+    """Values with their low and high ends, one in each row."""
     bars = error_bars(ends, color=color, thickness=1.5, width=5)
-    marks: dict[str, object] = {along: [value for _, value, _ in ends], across: places, f"error_{along}": bars}
-    return go.Scatter(**marks, mode="markers", **options)
-
-
-def diamonds(x: Sequence[float | None], y: Sequence[object], **options: object) -> go.Scatter:
-    """Further values over bars, such as published ones, as white diamonds."""
-    marker = {"symbol": "diamond", "size": 11, "color": "white", "line": {"color": INK, "width": 2}}
-    return go.Scatter(x=x, y=y, mode="markers", marker=marker, **options)
+    return go.Scatter(x=[value for _, value, _ in ends], y=rows, error_x=bars, mode="markers", **options)
 
 
 def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int = 0, **font: object) -> None:
     """Write a text to the right of where a bar ends, so many pixels away."""
     place = {"x": x, "y": y, "xanchor": "left", "xshift": px or None}
-    figure.add_annotation(text=text, showarrow=False, font=font or None, **place)
+    figure.add_annotation(text=text, showarrow=False, font={"size": 13, **font}, **place)
 
 
-def name_map(figure: go.Figure, title: str, x: float, y: float, *, xref: str = "x", size: int = 13) -> None:
+def name_map(figure: go.Figure, title: str, x: float, y: float, *, yref: str = "paper", size: int = 13) -> None:
     """Write the title of one of a figure's maps above it, from its left edge; ``y`` is a part of the plot's height."""
-    corner = {"x": x, "xref": xref, "y": y, "yref": "paper", "xanchor": "left", "yanchor": "bottom", "align": "left"}
+    corner = {"x": x, "y": y, "yref": yref, "xanchor": "left", "yanchor": "bottom", "align": "left"}
     figure.add_annotation(text=title, showarrow=False, font={"size": size, "color": INK}, **corner)
 
 
-def draw_limit(figure: go.Figure, y: float, text: str, *, color: str, width: float, margin_px: int) -> None:
+def draw_limit(figure: go.Figure, y: float, text: str, *, color: str = WARNING, margin_px: int = 90) -> None:
     """A dashed level across the figure, named in the right margin, where no bar is."""
-    figure.add_hline(y=y, line={"color": color, "width": width, "dash": "dash"})
+    figure.add_hline(y=y, line={"color": color, "width": 1.5, "dash": "dash"})
     place = {"x": 1, "xref": "x domain", "xanchor": "left", "xshift": 6, "y": y, "align": "left"}
     figure.add_annotation(text=text, showarrow=False, font={"size": 13, "color": color}, **place)
     figure.update_layout(margin_r=margin_px)
@@ -198,16 +299,12 @@ def draw_marks(figure: go.Figure, marks: Sequence[tuple[int, float]]) -> None:
     figure.add_trace(go.Scatter(x=x, y=y, mode="markers", marker=look, name=name, showlegend=True, hoverinfo="x+name"))
 
 
-STAR = {"symbol": "star", "color": "black", "line": {"color": "white", "width": 1}}
-"""Marker of the rank that a map is about; the size is the map's."""
-
-
 def legend_entry(name: str, **look: object) -> go.Scatter:
     """A trace without points, for the legend of a figure whose marks have many looks."""
     return go.Scatter(x=[None], y=[None], name=name, hoverinfo="skip", **look)
 
 
-def nothing_to_draw(finding: str, *, subtitle: str, height: int, note: str = "") -> go.Figure:
+def nothing_to_draw(title: str, *, subtitle: str, height: int, note: str = "") -> go.Figure:
     """A figure that says in words why it is empty; arguments are those of :func:`moelab.viz.theme.new_figure`."""
-    figure = new_figure(finding, subtitle=subtitle, note=note, height=height)
+    figure = new_figure(title, subtitle=subtitle, note=note, height=height)
     return figure.update_layout(xaxis_visible=False, yaxis_visible=False)

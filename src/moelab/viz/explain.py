@@ -16,11 +16,11 @@ from moelab.hardware import known_gpu
 from moelab.traces.against import Comparison, GemmRate
 from moelab.traces.categories import COMMUNICATION, STRAGGLERS
 from moelab.traces.explanation import Explanation, stretch_of
-from moelab.viz.draw import diamonds, draw_bars, draw_limit, legend_below, list_rows
-from moelab.viz.theme import MUTED, OTHER, WARNING, WIDE, new_figure, plot_text, wrap
+from moelab.viz.draw import Look, bar_rows, draw_limit, fill, legend_below
+from moelab.viz.theme import OTHER, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
-_LOOKS = {
+_LOOKS: Mapping[str, Look] = {
     "expert GEMMs": ("#0072B2", ""),
     "other GEMMs": ("#56B4E9", ""),
     "attention": ("#009E73", ""),
@@ -34,11 +34,9 @@ _LOOKS = {
     "idle": ("white", "."),
     TRACING: ("#d0d0d0", "x"),
 }
-_OTHER = ("#000000", "x")
-_STEPS = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
+_OTHER: Look = ("#000000", "x")
+_STEPS: tuple[Look, ...] = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
 _LANES = {"all-to-all": "exchange", "FSDP collectives": "FSDP"}
-
-
 MOST_BARS = 800
 """Of one part of a timeline; the longest are drawn."""
 CAUSES = 6
@@ -46,30 +44,30 @@ CAUSES = 6
 
 def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """What each step is made of."""
-    shares = {name: one.step_shares[1] for name, one in explained.items()}
-    most = max(shares, key=lambda name: shares[name])
-    figure = new_figure(
-        f"Exposed communication takes {'up to ' if len(shares) > 1 else ''}{100 * shares[most]:.0f} % of a "
-        f"step ({most})",
-        subtitle=f"One traced step each, {_ranks(explained)}, ms from the first to the last event. An instant belongs "
-        f"to the first part that runs in it: compute, else communication, else idle time.{_traced(explained)}",
-        note=_known(replayed),
-        height=150 + 48 * len(explained),
-        width=WIDE,
-    )
-    # Barriers of tracing are a bar of their own: the headline leaves them out, the whole bar has them.
     shown = []
     for one in explained.values():
         parts_ms = {part: ms for part, ms in one.parts_ms.items() if not part.startswith("idle: ")}
         if one.tracing_ms:
             parts_ms |= {STRAGGLERS: parts_ms[STRAGGLERS] - one.tracing_ms, TRACING: one.tracing_ms}
         shown.append({**parts_ms, "idle": one.idle_ms})
-    parts = dict.fromkeys(part for one in shown for part in one)
     # Parts stand in one order in every figure, so that steps can be compared by colour and place.
-    order = [*(name for name in _LOOKS if name in parts), *(name for name in parts if name not in _LOOKS)]
-    for part in order:
-        _add_bars(figure, part, _labels(explained), [one.get(part, 0.0) for one in shown], _LOOKS.get(part, _OTHER))
-    return legend_below(list_rows(figure, "ms", barmode="stack", bargap=0.35), 150)
+    order = dict.fromkeys([*_LOOKS, *(part for one in shown for part in one)])
+    return bar_rows(
+        "What a traced step is made of",
+        _labels(explained),
+        {
+            part: ([one.get(part, 0.0) for one in shown], _LOOKS.get(part, _OTHER))
+            for part in order
+            if any(part in one for one in shown)
+        },
+        "ms",
+        unit=":.1f ms",
+        subtitle=f"One traced step each, {_ranks(explained)}, from the first to the last event. An instant belongs "
+        f"to the first part that runs in it: compute, else communication, else idle time.",
+        note=_known(replayed),
+        row_px=50,
+        width=WIDE,
+    )
 
 
 def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
@@ -86,23 +84,22 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
 def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
     """Each step's communication by group: what compute hides of it, and what it does not."""
     rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
-    names = _labels(name for name, _ in rows)
-    # Two lists make plotly's axis of two levels: the step, and below it the group.
-    y = [names, [plot_text(one.group) for _, one in rows]]
-    figure = new_figure(
+    return bar_rows(
         "Communication that compute hides, and what is left exposed" if rows else "No communication",
-        subtitle=f"One traced step each, {_ranks(explained)}. Diamonds: what of it waits for other ranks, seen on all "
-        f"ranks or, of one rank alone, what takes longer than the fastest of its kind.{_traced(explained)}",
+        # Two lists make plotly's axis of two levels: the step, and below it the group.
+        [_labels(name for name, _ in rows), [plot_text(one.group) for _, one in rows]],
+        {
+            "exposed": ([one.exposed_ms for _, one in rows], ("#D55E00", "")),
+            "hidden behind compute": ([one.ms - one.exposed_ms for _, one in rows], (OTHER, "/")),
+        },
+        "ms",
+        unit=":.1f ms",
+        diamonds=("waiting for other ranks", [one.waiting_ms for _, one in rows]),
+        subtitle=f"One traced step each, {_ranks(explained)}, without barriers of tracing. Diamonds: what of it waits "
+        "for other ranks, seen on all ranks or, of one rank alone, what takes longer than the fastest of its kind.",
         note=_known(replayed),
-        height=160 + 34 * len(rows),
+        row_px=34,
     )
-    _add_bars(figure, "exposed", y, [one.exposed_ms for _, one in rows], ("#D55E00", ""))
-    _add_bars(figure, "hidden behind compute", y, [one.ms - one.exposed_ms for _, one in rows], (OTHER, "/"))
-    waiting = [one.waiting_ms for _, one in rows]
-    figure.add_trace(
-        diamonds(waiting, y, name="waiting for other ranks", hovertemplate="waiting: %{x:.1f} ms<extra></extra>")
-    )
-    return legend_below(list_rows(figure, "ms", barmode="stack", bargap=0.25), 110)
 
 
 def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
@@ -111,21 +108,25 @@ def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -
     for step in explained.values():
         of_place.update({(gap.cause, gap.where): gap.idle_ms for gap in step.gaps})
     longest = [place for place, _ in of_place.most_common(CAUSES)]
-    figure = new_figure(
-        "Why the GPU is idle",
-        subtitle=f"One traced step each, {_ranks(explained)}. A gap's cause, and what the host did before it launched "
-        f"the kernel that ends the gap.{_traced(explained)}",
-        note=_known(replayed),
-        height=170 + 26 * (len(explained) + 1) * (len(longest) + 1) // 2 + 20 * (len(longest) + 1),
-    )
-    labels = [wrap(f"{cause}: {_host_work(where)}", 36) for cause, where in longest]
+    series = {}
     for number, (name, step) in enumerate(explained.items()):
         idle_ms = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
-        x = [idle_ms.get(key, 0.0) for key in longest]
+        values = [idle_ms.get(place, 0.0) for place in longest]
         # Rounding may leave a sum of gaps a little above the idle time.
-        rest_ms = max(0.0, step.idle_ms - sum(x))
-        _add_bars(figure, plot_text(name), [*labels, "all else"], [*x, rest_ms], _STEPS[number % len(_STEPS)])
-    return legend_below(list_rows(figure, "ms", barmode="group", bargap=0.25), 60 + 22 * len(explained))
+        values.append(max(0.0, step.idle_ms - sum(values)))
+        series[plot_text(name)] = values, _STEPS[number % len(_STEPS)]
+    return bar_rows(
+        "Why the GPU is idle",
+        [*(wrap(f"{cause}: {_host_work(where)}", 36) for cause, where in longest), "all else"],
+        series,
+        "ms",
+        unit=":.1f ms",
+        grouped=True,
+        subtitle=f"One traced step each, {_ranks(explained)}, without barriers of tracing. A gap's cause, and what the "
+        "host did before it launched the kernel that ends the gap.",
+        note=_known(replayed),
+        row_px=34 + 14 * len(explained),
+    )
 
 
 def _host_work(where: str) -> str:
@@ -138,51 +139,47 @@ def _host_work(where: str) -> str:
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
     """What matrix products reach, beside the peaks of the datasheet of the GPU, which is named as in the trace."""
-    known = known_gpu(gpu)
-    peaks = {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops} if known else {}
-    levels = {name: float(peak) for name, peak in peaks.items() if peak}
-    most = max(one.tflops for row in rates.values() for one in row)
     figure = new_figure(
         "What matrix products reach in a traced step",
         subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
         "recomputation is left out. Dashed: the datasheet's dense peaks.",
         note=_known(replayed),
-        height=470,
+        height=430,
     )
-    for place, (name, row) in enumerate(rates.items()):
-        color, shape = _STEPS[place % len(_STEPS)]
+    for (name, row), look in zip(rates.items(), _STEPS * len(rates), strict=False):
         figure.add_bar(
             x=[f"{one.part},<br>{one.phase}" for one in row],
             y=[one.tflops for one in row],
             name=plot_text(name),
-            marker=_marker(color, shape),
+            marker=fill(*look),
             hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
         )
-    for name, limit in levels.items():
-        # A peak far above all bars would flatten them.
-        if limit < 2.2 * most:
-            draw_limit(figure, limit, f"{name} peak", color=WARNING, width=1.5, margin_px=90)
-    figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero")
-    return figure.update_layout(barmode="group", legend_y=-0.22)
+    known = known_gpu(gpu)
+    most = max(one.tflops for row in rates.values() for one in row)
+    for name, peak in {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops}.items() if known else ():
+        if peak and float(peak) < 2.2 * most:  # a peak far above all bars would flatten them
+            draw_limit(figure, float(peak), f"{name} peak")
+    figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero").update_layout(barmode="group")
+    return legend_below(figure)
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:
     """Each part of a step, measured and predicted, the largest disagreement first."""
     measured, predicted = compared.sums_ms
-    worst = compared.rows[0]
-    figure = new_figure(
-        f"{measured:.0f} ms measured, {predicted:.0f} predicted; the largest difference is {worst.part}: "
-        f"{worst.difference_ms:+.1f} ms",
-        subtitle="One traced step by part. Idle time of the GPU is host and waiting; barriers that ranks meet at "
-        "because they are traced are left out.",
+    return bar_rows(
+        f"A step by part: {measured:.0f} ms measured, {predicted:.0f} predicted",
+        [row.part for row in compared.rows],
+        {
+            "measured": ([row.measured_ms for row in compared.rows], ("#0072B2", "")),
+            "predicted": ([row.predicted_ms for row in compared.rows], (OTHER, "/")),
+        },
+        "ms",
+        unit=":.1f ms",
+        grouped=True,
+        subtitle="One traced step, the largest disagreement first. Idle time of the GPU is host and waiting; barriers "
+        "that ranks meet at because they are traced are left out.",
         note=f"{_known(replayed)}, and derived by the projection",
-        height=140 + 44 * len(compared.rows),
     )
-    looks = {"measured": ("#0072B2", ""), "predicted": (OTHER, "/")}
-    parts = [row.part for row in compared.rows]
-    for name, look in looks.items():
-        _add_bars(figure, name, parts, [getattr(row, f"{name}_ms") for row in compared.rows], look)
-    return legend_below(list_rows(figure, "ms", barmode="group", bargap=0.3), 80)
 
 
 def timeline(
@@ -200,12 +197,12 @@ def timeline(
         BadInput: if the trace does not tell layers, or has no such layer or pass.
     """
     stretch, labels = stretch_of(explained, layer=layer, phase=phase), explained.labels
-    first, last, shown, host = stretch.first_ms, stretch.last_ms, stretch.events, stretch.host
+    events, host = stretch.events, stretch.host
     drawn = {
         part: (
             _LANES.get(part, "other communication" if part in COMMUNICATION else "compute"),
             _LOOKS.get(part, _OTHER)[0],
-            shown[shown["part"] == place],
+            events[events["part"] == place],
         )
         for place, part in enumerate(labels["part"])
     }
@@ -215,13 +212,13 @@ def timeline(
     what = f"Layer {layer}{f', {phase}' if phase else ''}" if layer is not None else "The step"
     left_out = sum(max(0, len(of_part) - MOST_BARS) for _, _, of_part in drawn.values())
     figure = new_figure(
-        f"{what}: {last - first:.1f} ms, {stretch.compute_ms:.1f} of compute, {stretch.exposed_ms:.1f} of exposed "
-        f"communication, {stretch.idle_ms:.1f} idle",
+        f"{what}: {stretch.last_ms - stretch.first_ms:.1f} ms, {stretch.compute_ms:.1f} of compute, "
+        f"{stretch.exposed_ms:.1f} of exposed communication, {stretch.idle_ms:.1f} idle",
         subtitle="One traced step, ms after its first event. Each bar is a kernel, or a call of the host that launches "
         "(light) or waits (dark); drag to zoom, double-click to go back."
         + (f" The {left_out:,} shortest are not drawn." if left_out else ""),
         note=_known(replayed),
-        height=400,
+        height=360,
         width=WIDE,
     )
     for name, (lane, color, of_part) in drawn.items():
@@ -242,10 +239,10 @@ def timeline(
             name=name,
             hovertemplate="%{text}: %{x:.3f} ms<extra>%{fullData.name}</extra>",
         )
-    figure.update_xaxes(title_text="ms after the first event", range=[first, last])
+    figure.update_xaxes(title_text="ms after the first event", range=[stretch.first_ms, stretch.last_ms])
     lanes = ["host", "other communication", "FSDP", "exchange", "compute"]
     figure.update_yaxes(categoryorder="array", categoryarray=lanes, ticks="", showgrid=False, fixedrange=True)
-    return figure.update_layout(barmode="overlay", bargap=0.25, dragmode="zoom", legend_y=-0.25)
+    return legend_below(figure.update_layout(barmode="overlay", bargap=0.25, dragmode="zoom"))
 
 
 def _known(replayed: bool) -> str:
@@ -257,20 +254,5 @@ def _ranks(explained: Mapping[str, Explanation]) -> str:
     return f"rank {', '.join(map(str, ranks))}" if ranks else "of one rank"
 
 
-def _traced(explained: Mapping[str, Explanation]) -> str:
-    """What a headline leaves out."""
-    most = max((one.tracing_ms for one in explained.values()), default=0.0)
-    barriers = f"The headline leaves out barriers at which ranks meet only to be traced ({most:.1f} ms at most)."
-    return f" {barriers}" if most >= 1 else ""
-
-
 def _labels(names: Iterable[str]) -> list[str]:
     return [wrap(name, 26) for name in names]
-
-
-def _marker(color: str, shape: str) -> dict[str, object]:
-    return {"color": color, "line": {"color": MUTED, "width": 1}, "pattern": {"shape": shape, "size": 5}}
-
-
-def _add_bars(figure: go.Figure, name: str, y: Sequence[object], ms: Sequence[float], look: tuple[str, str]) -> None:
-    draw_bars(figure, y, ms, name, "%{x:.1f} ms", marker=_marker(*look))

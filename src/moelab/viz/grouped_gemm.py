@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,9 +14,9 @@ import plotly.graph_objects as go
 from moelab.micro.grouped_gemm import Case, GroupedGemmResult, GroupedPrecision
 from moelab.planning.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.planning.time.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
-from moelab.viz.draw import draw_bars, legend_below, list_rows, write_beside
+from moelab.viz.draw import Look, bar_rows, legend_below, list_rows
 from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
-from moelab.viz.widget import Explorer, menu
+from moelab.viz.widget import Explorer, Menu
 
 LABELS: dict[str, str] = {
     "bf16": "BF16",
@@ -23,12 +24,12 @@ LABELS: dict[str, str] = {
     "mxfp8": "MXFP8",
     "mxfp8_wgrad_bf16": "MXFP8, wgrad in BF16",
 }
-PART_LOOKS: Mapping[Kind, tuple[str, str]] = {
-    "gemm": ("GEMM", "#0072B2"),
-    "cast rows": ("cast rows", "#D55E00"),
-    "cast columns": ("cast columns (wgrad)", "#E69F00"),
-    "cast weights": ("cast weights", "#CC79A7"),
-    "scales": ("scales into blocks", "#5f6b7a"),
+_PARTS: Mapping[Kind, tuple[str, Look]] = {
+    "gemm": ("GEMM", ("#0072B2", "")),
+    "cast rows": ("cast rows", ("#D55E00", "")),
+    "cast columns": ("cast columns (wgrad)", ("#E69F00", "")),
+    "cast weights": ("cast weights", ("#CC79A7", "")),
+    "scales": ("scales into blocks", ("#5f6b7a", "")),
 }
 _LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
 GROUPS = 8
@@ -38,34 +39,31 @@ STEPS_M, STEPS_NK = 64, 46
 GAINS, LEVEL = (0.2, 1.8), 0.2
 """Ends of the map's colours, and gain between two contour lines."""
 _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#7FB8DC"], [1.0, "#0072B2"]]
-_MARKS = ("star", "diamond", "circle", "square")
 
 
 def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *, replayed: bool) -> go.Figure:
     """Measured speed-up over BF16, a line for each weight shape with 8 even groups; other cases as grey marks."""
     table = result.speedups(precision)
-    wins = int((table["speedup"] > 1).sum())
     figure = new_figure(
-        f"{LABELS[precision]} is faster than BF16 in {wins} of {len(table)} cases",
+        f"{LABELS[precision]} against BF16: above the line the 8-bit format saves time",
         subtitle="forward + backward of one grouped product; medians, n = "
-        f"{int(result.rows['n_times'].min())} or more; above the line the 8-bit format saves time",
+        f"{int(result.rows['n_times'].min())} or more; 8 even groups, but for the grey marks",
         note=("replayed: " if replayed else "") + result.stamp,
     )
     regular = table[(table["groups"] == 8) & (table["sizes"] == "even")]
-    shapes = regular.groupby(["n", "k"], sort=False)
-    for ((n, k), cases), (color, symbol) in zip(shapes, itertools.cycle(_LINES), strict=False):
-        line = cases.sort_values("m")
+    for ((n, k), cases), (color, symbol) in zip(
+        regular.sort_values("m").groupby(["n", "k"], sort=False), itertools.cycle(_LINES), strict=False
+    ):
         figure.add_scatter(
-            x=line["m"],
-            y=line["speedup"].round(4),
+            x=cases["m"],
+            y=cases["speedup"].round(4),
             name=f"N {n}, K {k}",
             mode="lines+markers",
             line={"color": color, "width": 2},
             marker={"symbol": symbol, "size": 10},
-            customdata=line[["bf16_us", "low_us"]].round(1),
+            customdata=cases[["bf16_us", "low_us"]].round(1),
             hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
         )
-    # Groups of one expert or uneven sizes lie on no line of their own.
     odd = table.drop(regular.index)
     if len(odd):
         figure.add_scatter(
@@ -79,63 +77,60 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
         )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))
-    figure.update_xaxes(title_text="rows M of all groups", type="log", tickvals=ticks)
-    figure.update_xaxes(ticktext=[f"{m // 1024}k" for m in ticks])
-    return figure.update_yaxes(title_text="BF16 time / 8-bit time")
+    names = {"tickvals": ticks, "ticktext": [f"{m // 1024}k" for m in ticks]}
+    figure.update_xaxes(title_text="rows M of all groups", type="log", **names)
+    return legend_below(figure.update_yaxes(title_text="BF16 time / 8-bit time"))
 
 
 def predicted_speedups(table: pd.DataFrame) -> go.Figure:
     """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value."""
-    reached = int(table["left_out_within"].sum())
     figure = new_figure(
-        f"{reached} of {len(table)} rows are predicted within 10 %: the goal of all rows is "
-        f"{'reached' if reached == len(table) else 'missed'}",
+        f"{int(table['left_out_within'].sum())} of {len(table)} rows are predicted within the goal of 10 %",
         subtitle="grey bars: measured speed-up ± 10 %; each row is predicted by a fit on all other figures (left out), "
         "and by the fit on the rows with 8 groups (split)",
         note="quoted: torchao on one B200, torchao 0.14, torch 2.10; predicted by a model",
-        height=480,
+        height=440,
     )
     # Of cases such as "grouped 16384×2048×1408, 8 groups".
     parts = table["case"].str.extract(r"×(\d+)×(\d+), (\d+) ")
     names = [f"N {n}, K {k}, {counted(int(groups), 'group')}" for n, k, groups in parts.itertuples(index=False)]
-    wide = {"base": (1 - GOAL) * table["measured"], "marker_color": OTHER, "width": 0.55, "hoverinfo": "skip"}
-    draw_bars(figure, names, (2 * GOAL * table["measured"]).tolist(), "measured ± 10 %", "", **wide)
+    goal = {"x": (2 * GOAL * table["measured"]).tolist(), "base": (1 - GOAL) * table["measured"], "width": 0.55}
+    figure.add_bar(y=names, **goal, name="measured ± 10 %", orientation="h", marker_color=OTHER, hoverinfo="skip")
     looks = {"measured": (INK, "line-ns-open"), "left_out": ("#D55E00", "diamond"), "split": ("#0072B2", "circle-open")}
     for column, (color, symbol) in looks.items():
         marker = {"color": color, "symbol": symbol, "size": 16 if column == "measured" else 11, "line": {"width": 2}}
         name = column.replace("_", " ")
         figure.add_scatter(y=names, x=table[column].round(3), name=name, mode="markers", marker=marker)
-    return list_rows(figure, "BF16 time / MXFP8 time", barmode="overlay")
+    return legend_below(list_rows(figure, "BF16 time / MXFP8 time"))
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:
     """Predicted time of forward and backward in its parts, a bar for each precision; as wide as beside controls."""
-    gained = gain(*case.mnkg, rates)
-    figure = new_figure(
-        f"{LABELS[rates.low_format]} {'saves' if gained > 1 else 'loses'} time: BF16 takes {gained:.2f} × as long",
-        subtitle=f"{case.groups} experts of N {case.n:,}, K {case.k:,}, M {case.m:,} rows in all, on a {rates.gpu}: "
-        "forward + backward, kernels alone",
-        note="predicted by the model, not measured",
-        height=350,
-        width=NARROW,
-    )
     precisions: tuple[GroupedPrecision, ...] = (
         ("bf16", "mxfp8", "mxfp8_wgrad_bf16") if rates.low_format == "mxfp8" else ("bf16", "fp8")
     )
     seconds = [seconds_by_kind(grouped_parts(*case.mnkg, precision, rates)) for precision in precisions]
-    labels = [LABELS[precision] for precision in precisions]
-    for kind, (name, color) in PART_LOOKS.items():
-        times_ms = [1e3 * each.get(kind, 0.0) for each in seconds]
-        # BF16 casts nothing: a part that no precision has would be an empty entry of the legend.
-        if any(times_ms):
-            times_ms = [round(time, 4) for time in times_ms]  # as the figure is sent at every choice
-            draw_bars(figure, labels, times_ms, name, "%{x:.3f} ms", marker_color=color)
-    totals = [1e3 * grouped_time_s(*case.mnkg, precision, rates) for precision in precisions]
-    for label, total in zip(labels, totals, strict=True):
-        write_beside(figure, total, label, f" {total:.3g} ms", color=MUTED)
-    # Room for the seconds beside the longest bar.
-    figure.update_xaxes(range=[0, 1.18 * max(totals)])
-    return legend_below(list_rows(figure, "time (ms)", barmode="stack", bargap=0.35), 130)
+    # Rounded, as the figure is sent at every choice; BF16 casts nothing, and a part that no precision has is none.
+    series = {
+        name: ([round(1e3 * each.get(kind, 0.0), 4) for each in seconds], look)
+        for kind, (name, look) in _PARTS.items()
+        if any(kind in each for each in seconds)
+    }
+    totals_ms = [1e3 * grouped_time_s(*case.mnkg, precision, rates) for precision in precisions]
+    figure = bar_rows(
+        "Time of forward and backward by part",
+        [LABELS[precision] for precision in precisions],
+        series,
+        "time (ms)",
+        unit=":.3f ms",
+        subtitle=f"{case.groups} experts of N {case.n:,}, K {case.k:,}, M {case.m:,} rows in all, on a {rates.gpu}; "
+        "kernels alone",
+        note="predicted by the model, not measured",
+        row_px=60,
+        ends=[f"{total:.3g} ms" for total in totals_ms],
+        width=NARROW,
+    )
+    return figure.update_xaxes(range=[0, 1.2 * max(totals_ms)])  # room for the milliseconds beside the longest bar
 
 
 def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) -> go.Figure:
@@ -147,45 +142,27 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
     """
     rates = fitted.rates()
-    rows = np.logspace(*ROWS_LOG2, STEPS_M, base=2)
-    weights = np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
+    low_format = rates.low_format.upper()
+    rows, weights = np.logspace(*ROWS_LOG2, STEPS_M, base=2), np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [(max(1, round(math.sqrt(nk / aspect))), max(1, round(math.sqrt(nk * aspect)))) for nk in weights]  # N, K
-    # Rounded, as the figure holds thousands of them.
-    gains = [[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides]
-    own = [gain(*work.case.mnkg, rates) for work in works]
-    short = [work.name.split(",")[0] for work in works]
-    # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says, so
-    # that number is written, and the mark's colour is that of its gain.
-    counts = ["" if work.case.groups == GROUPS else counted(work.case.groups, "group") for work in works]
-    named = [
-        f"{name}{f' with {count}' if count else ''} runs at {gained:.2f}×"
-        for name, count, gained in zip(short, counts, own, strict=True)
-    ]
-    first = ", ".join(named[:2])
     figure = new_figure(
-        f"{rates.low_format.upper()} saves time only above the bold line{f': {first}' if first else ''}",
-        subtitle=f"gain = BF16 time / {rates.low_format.upper()} time of forward + backward on a {rates.gpu}, "
-        f"{GROUPS} groups, K = {aspect:g} N; dashed: 90 % interval of gain 1. Marks have the number and the colour of "
-        "their own gain, with their own experts on a GPU",
+        f"{low_format} saves time only above the bold line",
+        subtitle=f"gain = BF16 time / {low_format} time of forward + backward on a {rates.gpu}, {GROUPS} groups, "
+        f"K = {aspect:g} N; dashed: 90 % interval of gain 1. Marks have the number and the colour of their own gain, "
+        "with their own experts on a GPU",
         note="predicted, not measured: kernels alone",
         height=520,
         width=WIDE,
     )
-    scale = {"cmin": GAINS[0], "cmax": GAINS[1], "colorscale": _GAIN_COLORS}
+    ends = {"start": GAINS[0], "end": GAINS[1], "size": LEVEL}
     figure.add_contour(
         x=[round(m) for m in rows],
         y=[round(nk) for nk in weights],
-        z=gains,
+        z=[[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides],
         zmin=GAINS[0],
         zmax=GAINS[1],
         colorscale=_GAIN_COLORS,
-        contours={
-            "start": GAINS[0],
-            "end": GAINS[1],
-            "size": LEVEL,
-            "showlabels": True,
-            "labelfont": {"size": 12, "color": ON_LIGHT},
-        },
+        contours={**ends, "showlabels": True, "labelfont": {"size": 12, "color": ON_LIGHT}},
         line={"width": 0.6, "color": MUTED},
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
@@ -199,20 +176,27 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     ):
         # A line that leaves the map would make plotly stretch the axes.
         x = [m if least <= m <= most else None for m in (getattr(even, field) for even in evens)]
-        line, quiet = {"color": ON_LIGHT, "width": width, "dash": dash}, {"hoverinfo": "skip", "showlegend": False}
-        figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, **quiet)
-    for work, name, count, gained, symbol in zip(works, short, counts, own, itertools.cycle(_MARKS), strict=False):
-        case, m = work.case, min(max(work.case.m, least), most)
+        line = {
+            "color": ON_LIGHT,
+            "width": width,
+            "dash": dash,
+        }
+        figure.add_scatter(x=x, y=weights, mode="lines", line=line, name=name, hoverinfo="skip", showlegend=False)
+    scale = {"cmin": GAINS[0], "cmax": GAINS[1], "colorscale": _GAIN_COLORS}
+    for work, symbol in zip(works, itertools.cycle(("star", "diamond", "circle", "square")), strict=False):
+        case, own, m = work.case, gain(*work.case.mnkg, rates), min(max(work.case.m, least), most)
+        # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says.
+        groups = "" if case.groups == GROUPS else f" ({counted(case.groups, 'group')})"
         # A label to the right of a mark at the right edge would be cut off.
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
             x=[m],
             y=[case.n * case.k],
             mode="markers+text",
-            marker={"symbol": symbol, "size": 16, "color": [gained], "line": {"color": ON_LIGHT, "width": 2}, **scale},
-            text=[f"<b>{name}: {gained:.2f}</b>{f' ({count})' if count else ''}"],
+            marker={"symbol": symbol, "size": 16, "color": [own], "line": {"color": ON_LIGHT, "width": 2}, **scale},
+            text=[f"<b>{work.name.split(',')[0]}: {own:.2f}</b>{groups}"],
             textfont_color=ON_LIGHT,
-            textposition=f"{'top' if gained > 1 or count else 'bottom'} {side}",
+            textposition=f"{'top' if own > 1 or groups else 'bottom'} {side}",
             name=f"{work.name} ({case.groups} groups)",
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
@@ -222,13 +206,19 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     figure.update_xaxes(type="log", tickvals=m_ticks, ticktext=[f"{m // 1024}k" for m in m_ticks], showgrid=False)
     figure.update_yaxes(title_text="weights of an expert's matrix, N·K", range=nk_range, showgrid=False)
     figure.update_yaxes(type="log", tickvals=nk_ticks, ticktext=[f"{nk / 2**20:g} Mi" for nk in nk_ticks])
-    return figure.update_layout(legend_y=-0.2)
+    return legend_below(figure)
 
 
 MODELS = ("671B", "16B", "Qwen3-30B-A3B", "Qwen3-235B-A22B", "GLM-4.5", "Kimi-K2", "gpt-oss-120b")
 FITS = {"B200, MXFP8": fit_b200, "H100, row-wise FP8": fit_h100}
-_TOKENS = tuple(2**exponent for exponent in range(10, 19))
 _DEGREES = (1, 2, 4, 8, 16, 32, 64)
+CONTROLS = {
+    "model": Menu.of("model", MODELS),
+    "gpu": Menu.of("GPU, format", FITS),
+    "tokens": Menu.of("micro-batch", (2**exponent for exponent in range(10, 19)), "{:,} tokens".format),
+    "tp": Menu.of("tensor parallel", _DEGREES[:4], "{:,} GPUs".format),
+    "ep": Menu.of("expert parallel", _DEGREES, "{:,} GPUs".format),
+}
 
 
 class ExpertExplorer(Explorer):
@@ -237,37 +227,25 @@ class ExpertExplorer(Explorer):
     The menus begin at the arguments, which are those of :func:`moelab.planning.gemm_fit.expert_work`.
     """
 
-    label_px, control_px = 104, 244
-
     def __init__(self, model: str, tokens: int, *, tp: int = 1, ep: int = 1) -> None:
-        controls = {
-            "model": menu("model", MODELS, model),
-            "gpu": menu("GPU, format", FITS, next(iter(FITS))),
-            "tokens": menu("micro-batch", _TOKENS, tokens, words="{:,} tokens".format),
-            "tp": menu("tensor parallel", _DEGREES[:4], tp, words="{:,} GPUs".format),
-            "ep": menu("expert parallel", _DEGREES, ep, words="{:,} GPUs".format),
-        }
-        super().__init__(controls, ["parts"])
+        super().__init__(CONTROLS, {"model": model, "gpu": "B200, MXFP8", "tokens": tokens, "tp": tp, "ep": ep})
 
-    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
+    def draw(self, chosen: Mapping[str, Any]) -> tuple[str, go.Figure]:
         """Whether the 8-bit format saves time, and why: the rows that the experts have and those that they need."""
-        layout = {name: value for name, value in self.chosen.items() if name != "gpu"}
-        case, fitted = expert_work("chosen", **layout).case, FITS[self.chosen["gpu"]]()
+        layout = {name: value for name, value in chosen.items() if name != "gpu"}
+        case, fitted = expert_work("chosen", **layout).case, FITS[chosen["gpu"]]()
         rates = fitted.rates()
-        gained = estimate(fitted, lambda drawn: gain(*case.mnkg, drawn))
-        even = break_even(case, fitted)
-        name, saved = LABELS[rates.low_format], 1 - 1 / gained.value
-        verdict = "saves" if gained.low > 1 else "loses" if gained.high < 1 else "neither saves nor loses"
-        share = (
-            f"{100 * abs(saved):.0f} % of BF16's time"
-            if verdict != "neither saves nor loses"
-            else "time that can be told"
+        gained, even = estimate(fitted, lambda drawn: gain(*case.mnkg, drawn)), break_even(case, fitted)
+        verdict = "neither saves nor loses time that can be told"
+        if gained.low > 1 or gained.high < 1:
+            saved = 1 - 1 / gained.value
+            verdict = f"{'saves' if saved > 0 else 'loses'} {100 * abs(saved):.0f} % of BF16's time"
+        least, needed, most = (
+            "never" if math.isinf(m) else f"{m:,.0f} rows" for m in (even.low, even.value, even.high)
         )
-        least, most = ("never" if math.isinf(end) else f"{end:,.0f}" for end in (even.low, even.high))
-        needed = "no M" if math.isinf(even.value) else f"{even.value:,.0f} rows"
         words = (
-            f"<b>{name} {verdict} {share}</b> · your M is {case.m:,} rows on {case.groups} experts, "
+            f"<b>{LABELS[rates.low_format]} {verdict}</b> · your M is {case.m:,} rows on {case.groups} experts, "
             f"break-even {needed} ({least} to {most}) · gain {gained.value:.2f} × "
             f"({gained.low:.2f} to {gained.high:.2f}, 90 % interval)"
         )
-        return words, {"parts": step_parts(case, rates)}
+        return words, step_parts(case, rates)

@@ -2,17 +2,12 @@
 
 The figures are drawn from what a :class:`~moelab.runs.follow.StudyFollower` has read; a static notebook shows the same.
 A ``note`` states in every title a condition, such as that the runs are simulated.
-A line has at most :data:`MOST_POINTS` points, so that a run of a hundred thousand steps is as quick to draw as one of a
-hundred.
 
 In the widget a thread of the kernel reads and draws; it ends with the kernel, and when the view is no longer held by a
 variable. All that is shown comes from the run directories, so after a restart of the kernel the same cell brings it
 back. Figures are made when a browser says that it shows the panel: a notebook that runs in batch has none, and would
-only grow by them. ipywidgets and anywidget take a while to load, so they are imported when a view is made.
-
-One widget holds all figures and redraws them in place, which keeps zoom and hidden lines. plotly's own ``FigureWidget``
-(6.9) brings 5 MB of JavaScript with every figure, and anywidget (0.11) gives a widget 2 s to start: six of them at once
-stay blank on a slow machine. Here plotly comes once, and is loaded after the start.
+only grow by them. One widget holds all figures and redraws them in place, which keeps zoom and hidden lines: plotly's
+own ``FigureWidget`` (6.9) brings 5 MB of JavaScript with every figure.
 """
 
 from __future__ import annotations
@@ -51,14 +46,14 @@ from moelab.runs.metrics import FILE as METRICS_FILE
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.runs.table import VALUE_COLUMNS
-from moelab.viz.draw import list_rows, write_beside
+from moelab.viz.draw import legend_below, list_rows, write_beside
 from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
 
 MOST_POINTS: Final = 500
+"""Of a line: a run of a hundred thousand steps is as quick to draw as one of a hundred."""
 HALF: Final = 415
 """Width, px, of a figure that has another at its side in the output of a notebook, on a screen of 1280 px."""
-EVEN_GIB: Final = 0.05
 _STATE_COLORS: Mapping[State, str] = {
     State.PREPARED: "#BBBBBB",
     State.SUBMITTED: "#F0E442",
@@ -69,37 +64,39 @@ _STATE_COLORS: Mapping[State, str] = {
     State.UNKNOWN: "#BBBBBB",
 }
 _CURVES: Final[Mapping[str, tuple[str, str, dict[str, str]]]] = {
-    "loss": ("loss (nats per token)", "{:.3f} nats per token", {"tickformat": ".4~g"}),
-    "tps": ("tokens/s per rank", "{:,.0f} tokens/s per rank", {"tickformat": ",", "rangemode": "tozero"}),
+    "loss": ("Loss", "nats per token", {"tickformat": ".4~g"}),
+    "tps": ("Tokens/s per rank", "tokens/s per rank", {"tickformat": ",", "rangemode": "tozero"}),
 }
-"""Axis of a quantity, its value in words, and options of the axis."""
+"""Title and axis of a quantity, and options of the axis."""
 _SECONDS: Final = [[0.0, "#f7fbff"], [0.5, "#56B4E9"], [1.0, "#08306b"]]
 
 
 def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> dict[str, go.Figure]:
     """All figures of what was read so far, by name: ``states, step_times, loss, tps, rank_memory``.
 
-    Of a follower without runs they say so; ``shown`` is the index of the run whose ranks are drawn.
+    ``shown`` is the index of the run whose ranks are drawn.
     """
-    rows = follower.rows
     one = follower.runs[shown] if follower.runs else None
     ranks, name = (one.rank_table, label(one.now)) if one else (RankTable.empty(), "no run yet")
-    model = {run.model for run in follower.runs}
-    return {
+    models = {run.model for run in follower.runs}
+    figures = {
         "states": run_states([run.now for run in follower.runs], note=note),
         "step_times": rank_step_times(ranks, name=name, note=note),
-        "loss": run_curves(rows, "loss", note=note),
-        "tps": run_curves(rows, "tps", model=model.pop() if len(model) == 1 else "", note=note),
+        "loss": run_curves(follower.rows, "loss", note=note),
+        "tps": run_curves(follower.rows, "tps", published=models == {THROUGHPUT_SETUP.model}, note=note),
         "rank_memory": rank_memory(ranks, name=name, note=note),
     }
+    for figure in figures.values():
+        figure.update_layout(uirevision="live")  # what a reader zoomed or hid stays so
+    return figures
 
 
 def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
     """A bar a run: the part of its steps that is trained, in the colour of its state, which is also written."""
     counts = {state: sum(run.status.state is state for run in runs) for state in State}
-    finding = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
+    title = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "No run yet"
     height = 110 + 40 * max(1, len(runs))
-    figure = new_figure(finding, subtitle="Trained part of the planned steps.", note=note, height=height)
+    figure = new_figure(title, subtitle="Trained part of the planned steps.", note=note, height=height)
     for run in runs:
         name, reason = plot_text(label(run)), run.status.reason or ""
         details = [
@@ -108,41 +105,29 @@ def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
             f"about {format_seconds(run.left_s)} left" if math.isfinite(run.left_s) else "",
             reason if len(reason) <= 60 else f"{reason[:59]}…",
         ]
-        color = _STATE_COLORS[run.status.state]
-        hover = f"{plot_text(run.name)}<extra></extra>"
+        color, hover = _STATE_COLORS[run.status.state], f"{plot_text(run.name)}<extra></extra>"
         figure.add_bar(x=[run.done], y=[name], orientation="h", marker_color=color, name=name, hovertemplate=hover)
         text = f"<b>{run.status.state}</b> · {plot_text(' · '.join(filter(None, details)))}"
-        write_beside(figure, 0.01, name, text, size=13)
+        write_beside(figure, 0.01, name, text)
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
-    return list_rows(figure, showlegend=False, barmode="overlay", uirevision="live")
+    return list_rows(figure, showlegend=False, barmode="overlay")
 
 
-def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = "") -> go.Figure:
-    """A quantity over steps as it was logged, a line a run, and the levels that it is held against.
-
-    Seeds of an arm share colour and dash and are told apart by their marker's fill and the legend. Beside tokens/s of
-    the 671B stand the published levels, as quoted.
+def run_curves(rows: pd.DataFrame, column: str, *, published: bool = False, note: str = "") -> go.Figure:
+    """A quantity over steps as it was logged, a line a run; seeds of an arm share colour and dash.
 
     Args:
         rows: metrics table of all runs, a step of each once.
         column: ``loss`` or ``tps`` (of a rank, which is a GPU or a process).
-        model: that all runs train; empty if they train several.
+        published: draw the published levels too, as quoted.
         note: for the title.
     """
-    title, value, axis = _CURVES[column]
+    title, axis, options = _CURVES[column]
     known = rows[rows[column].notna()]
     count = known["run"].nunique()
-    finding = "Nothing logged yet"
-    if count:
-        # By the log's clock: the run that logged last need not be the last in the table.
-        newest = known.groupby("run", sort=True).tail(1).sort_values("time", na_position="first").iloc[-1]
-        finding = f"{arm_label(str(newest['arm']))} is at {value.format(newest[column])}, step {newest['step']:,}"
-    is_published = column == "tps" and model == THROUGHPUT_SETUP.model
     figure = new_figure(
-        finding,
-        subtitle=f"As logged, unsmoothed; n = {counted(count, 'run')}"
-        f"{'; the title is of the newest' * (count > 1)}."
-        f"{f' Horizontal lines: quoted ({SOURCE}).' if is_published else ''}",
+        f"{title}, as logged" if count else f"{title}: nothing logged yet",
+        subtitle=f"n = {counted(count, 'run')}.{f' Dotted: quoted ({SOURCE}).' * published}",
         note=note,
         height=300,
         width=HALF,
@@ -160,70 +145,70 @@ def run_curves(rows: pd.DataFrame, column: str, *, model: str = "", note: str = 
             marker=style.marker(7 if len(run) <= 30 else 1),
             hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
         )
-    quoted = arm_styles([row.arm for row in THROUGHPUT])
-    for place, row in enumerate(THROUGHPUT if is_published else ()):
-        style, corner = quoted[row.arm], "bottom left" if place == 1 else "top left"
+    for place, row in enumerate(THROUGHPUT if published else ()):
+        style = arm_styles([row.arm])[row.arm]
         words = {"text": f"quoted {row.tps:,.0f}: {style.label}", "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
-        line = {"color": style.color, "width": 1.5, "dash": "dot"}
+        line, corner = {"color": style.color, "width": 1.5, "dash": "dot"}, "bottom left" if place < 2 else "top left"
         figure.add_hline(y=row.tps, line=line, annotation=words, annotation_position=corner)
         # A shape does not stretch the axis, a point that is not seen does.
         figure.add_scatter(x=[None], y=[row.tps], mode="markers", showlegend=False, hoverinfo="skip")
-    figure.update_xaxes(title_text="step")
-    figure.update_yaxes(title_text=title, **axis)
-    # What a reader zoomed or hid stays so; the legend lies below the axis' title, also of a low figure.
-    return figure.update_layout(uirevision="live", legend_y=-0.42)
+    figure.update_xaxes(title_text="step").update_yaxes(title_text=axis, **options)
+    return legend_below(figure.update_layout(showlegend=True))
 
 
 def rank_step_times(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     """Step time of every rank at its newest steps, as a map of ranks by steps."""
     seconds = table.step_time_s
     known, heard = seconds[np.isfinite(seconds)], np.isfinite(seconds).any(axis=0).sum()
-    finding, most = "No rank has printed two steps yet", math.nan
+    title, scale = "No rank has printed two steps yet", {}
     if len(known):
         slow, median = slow_steps(table.steps, seconds), table.median_step_s
         worst = max(slow, key=lambda step: slow[step], default=0)
-        stands_out = f"step {worst:,} took {100 * slow[worst]:.0f} % longer" if slow else ""
-        finding = f"A step takes {median:.3g} s; {stands_out or f'none of the newest {len(table.steps)} stands out'}"
+        longer = f"; step {worst:,} took {100 * slow[worst]:.0f} % longer" if slow else ""
+        title = f"A step takes {median:.3g} s{longer}"
         # One step with a checkpoint would whiten all others.
-        most = min(float(known.max()), 2 * median)
-    clipped = f"; darkest from {most:.3g} s" if len(known) and known.max() > most else ""
-    subtitle = (
-        f"{name}: seconds per step, between a rank's step lines{clipped}; {heard} of {seconds.shape[1]} ranks print. "
-        "A step ends for all ranks together: one slow rank darkens the whole column."
+        scale = {"zmin": float(known.min()), "zmax": min(float(known.max()), 2 * median)}
+    figure = new_figure(
+        title,
+        subtitle=f"{name}: seconds per step, between a rank's step lines; {heard} of {seconds.shape[1]} ranks print. "
+        "A step ends for all ranks together: one slow rank darkens the whole column.",
+        note=note,
+        height=380,
+        width=WIDE,
     )
-    figure = new_figure(finding, subtitle=subtitle, note=note, height=380, width=WIDE)
-    scale = {"title": {"text": "s per step", "side": "right"}, "thickness": 14}
-    # Steps as texts: a number axis would leave gaps where a launch repeated steps.
-    cells = {"z": seconds.T, "x": [f"{step}" for step in table.steps], "y": np.arange(seconds.shape[1])}
-    hover = "step %{x}, rank %{y}: %{z:.4g} s<extra></extra>"
-    colors: dict[str, Any] = {"colorscale": _SECONDS, "colorbar": scale}
-    colors |= {"zmin": float(known.min()), "zmax": most} if len(known) else {}
-    figure.add_trace(go.Heatmap(**cells, **colors, hovertemplate=hover, hoverongaps=False))
+    figure.add_heatmap(
+        z=seconds.T,
+        x=[f"{step}" for step in table.steps],  # a number axis would leave gaps where a launch repeated steps
+        y=np.arange(seconds.shape[1]),
+        colorscale=_SECONDS,
+        colorbar={"title": {"text": "s per step", "side": "right"}, "thickness": 14},
+        hovertemplate="step %{x}, rank %{y}: %{z:.4g} s<extra></extra>",
+        hoverongaps=False,
+        **scale,
+    )
     figure.update_xaxes(title_text="step", type="category", showgrid=False, nticks=12)
     tick = max(1, seconds.shape[1] // 8)
     figure.update_yaxes(title_text="global rank", showgrid=False, autorange="reversed", dtick=tick, tick0=0)
-    return figure.update_layout(plot_bgcolor=GRID, uirevision="live")
+    return figure.update_layout(plot_bgcolor=GRID)
 
 
 def rank_memory(table: RankTable, *, name: str, note: str = "") -> go.Figure:
     """Reserved memory of every rank at its newest step."""
     # Ranks whose output is not in the log have no line and no place on the axis.
     known = np.flatnonzero(np.isfinite(table.memory_gib))
-    gib, finding = table.memory_gib[known], "No rank has printed a step yet"
-    if len(gib):
-        low, high = (f"rank {known[place]} with {gib[place]:.1f} GiB" for place in (gib.argmin(), gib.argmax()))
-        is_even = gib.max() - gib.min() < EVEN_GIB
-        finding = (
-            f"Every rank that prints holds {gib.max():.1f} GiB" if is_even else f"Fullest is {high}, emptiest {low}"
-        )
-    subtitle = f"{name}: reserved at the newest step; {len(known)} of {len(table.memory_gib)} ranks print."
-    figure = new_figure(finding, subtitle=subtitle, note=note, height=300, width=HALF)
+    gib = table.memory_gib[known]
+    figure = new_figure(
+        f"Memory: {gib.min():.1f} to {gib.max():.1f} GiB a rank" if len(gib) else "No rank has printed a step yet",
+        subtitle=f"{name}: reserved at the newest step; {len(known)} of {len(table.memory_gib)} ranks print.",
+        note=note,
+        height=300,
+        width=HALF,
+    )
     line = {"color": "#0072B2", "width": 1.5, "shape": "hvh"}
     hover = "rank %{x}: %{y:.2f} GiB<extra></extra>"
-    figure.add_trace(go.Scatter(x=known, y=gib, mode="lines+markers", line=line, marker_size=4, hovertemplate=hover))
+    figure.add_scatter(x=known, y=gib, mode="lines+markers", line=line, marker_size=4, hovertemplate=hover)
     figure.update_xaxes(title_text="global rank", dtick=max(1, len(table.memory_gib) // 8))
-    figure.update_yaxes(title_text="GiB", rangemode="tozero")
-    return figure.update_layout(showlegend=False, uirevision="live")
+    return figure.update_yaxes(title_text="GiB", rangemode="tozero").update_layout(showlegend=False)
 
 
 def label(run: RunNow) -> str:

@@ -15,15 +15,14 @@ import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.viz.draw import legend_below, panels
-from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure, span
-from moelab.viz.widget import Explorer, labelled_control, menus
+from moelab.viz.draw import legend_below, list_rows, panels
+from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure
+from moelab.viz.widget import Explorer, Menu, Slider
 
 if TYPE_CHECKING:
     from moelab.micro.numerics import ErrorRow, GemmRow, StoredNumbers
 
-EXACT, STORED = "#0072B2", "#D55E00"
-_STORED = {"MXFP8": STORED, "NVFP4": "#009E73"}
+_FORMATS = {"MXFP8": "#D55E00", "NVFP4": "#009E73"}
 _METHODS = {
     "bf16": ("#0072B2", "circle"),
     "fp8_tensorwise": ("#CC79A7", "triangle-up"),
@@ -35,13 +34,13 @@ _METHODS = {
     "nvfp4": ("#000000", "star-open"),
 }
 """Colour and marker of a method; FP8 by rows and MXFP8 often coincide, so one is drawn inside the other."""
-_SCALINGS = {
-    "floor": ("#0072B2", "solid"),
-    "even": ("#009E73", "dot"),
-    "ceil": ("#E69F00", "solid"),
-    "rceil": ("#D55E00", "dash"),
+_SCALINGS: Mapping[str, Mapping[str, object]] = {
+    "ceil": {"color": "rgba(230,159,0,0.5)", "width": 6},
+    "even": {"color": "#009E73", "dash": "dot"},
+    "floor": {"color": "#0072B2"},
+    "rceil": {"color": "#D55E00", "dash": "dash"},
 }
-"""Colour and dash of a scaling."""
+"""Lines of the scalings."""
 
 
 def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
@@ -50,22 +49,19 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
     The shaded bands are the largest rounding error of a normal number of each element type; ``source`` says in the
     subtitle where the numbers are from.
     """
-    count = len(stored[0].values)
-    findings = [f"{one.name} in {one.stored_bytes} bytes, off by up to {100 * one.worst_error:.0f} %" for one in stored]
+    places = list(range(len(stored[0].values)))
     bands = {one.name: one.number_format.element.rounding_percent for one in stored}
-    qualities = ", ".join(f"{one.name} {one.sqnr_db:.1f} dB" for one in stored)
     bounds = ", ".join(f"±{bands[one.name]:.3g} % in {one.number_format.element.name} ({one.name})" for one in stored)
     figure = new_figure(
-        f"{count} numbers: {'; '.join(findings)}",
-        subtitle=f"{source}. SQNR {qualities}. Shaded: the most that rounding a normal number costs, {bounds}; "
-        "smaller numbers of a block are subnormal and lose more, up to all.",
-        height=480,
+        f"{len(places)} numbers in {' and '.join(f'{one.name} ({one.stored_bytes} bytes)' for one in stored)}",
+        subtitle=f"{source}. SQNR {', '.join(f'{one.name} {one.sqnr_db:.1f} dB' for one in stored)}. Shaded: the most "
+        f"that rounding a normal number costs, {bounds}; smaller numbers of a block are subnormal and lose more.",
+        height=500,
         width=WIDE,
     ).set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.6, 0.4])
-    places = list(range(count))
-    figure.add_bar(x=places, y=stored[0].values, name="exact", marker_color=EXACT, opacity=0.4)
+    figure.add_bar(x=places, y=stored[0].values, name="exact", marker_color="#0072B2", opacity=0.4)
     for one in stored:
-        color = _STORED[one.name]
+        color, band = _FORMATS[one.name], bands[one.name]
         figure.add_scatter(
             x=places,
             y=one.read_back,
@@ -75,110 +71,74 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
             marker={"symbol": "line-ew", "size": 15, "line": {"width": 3, "color": color}},
             hovertemplate="%{y:.5g}, code %{customdata}",
         )
-        below = {"yaxis": "y2", "xaxis": "x2", "showlegend": False}
-        errors, hover = [100 * error for error in one.errors], "%{y:+.2f} %"
-        figure.add_bar(x=places, y=errors, name=f"{one.name}, error", marker_color=color, hovertemplate=hover, **below)
-        end = bands[one.name]
-        place = {"x0": 0, "x1": 1, "xref": "x2 domain", "y0": -end, "y1": end, "yref": "y2"}
-        figure.add_shape(type="rect", fillcolor=color, opacity=0.1, line_width=0, **place)
-    figure.update_yaxes(title_text="value", selector={"anchor": "x"})
-    figure.update_layout(yaxis2={"title": {"text": "error (%)"}}, xaxis2={"title": {"text": "place in the row"}})
-    figure.update_layout(xaxis2={"dtick": 4, "range": [-0.7, count - 0.3]}, margin_b=50, bargap=0.15)
-    figure.update_layout(margin_t=figure.layout.margin.t + 22, hovermode="x unified")
-    return figure.update_layout(legend={"y": 1.0, "yanchor": "bottom"})
+        errors = {"y": [100 * error for error in one.errors], "name": f"{one.name}, error", "marker_color": color}
+        figure.add_bar(x=places, **errors, hovertemplate="%{y:+.2f} %", showlegend=False, row=2, col=1)
+        figure.add_hrect(y0=-band, y1=band, fillcolor=color, opacity=0.1, line_width=0, row=2, col=1)
+    figure.update_yaxes(title_text="value", row=1).update_yaxes(title_text="error (%)", row=2)
+    figure.update_xaxes(dtick=4, range=[-0.7, len(places) - 0.3]).update_xaxes(title_text="place in the row", row=2)
+    return legend_below(figure.update_layout(bargap=0.15, hovermode="x unified"))
 
 
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
     """Relative error of a block's largest number, by scaling, against its multiple of the power of two below."""
-    worst = {name: 100 * max(map(abs, each)) for name, each in errors.items()}
-    from moelab.mxfp8.formats import E4M3
-
-    kept = [name.upper() for name, most in worst.items() if most <= E4M3.rounding_percent + 1e-3]
     figure = new_figure(
-        f"FLOOR clips a block's largest number by up to {worst['floor']:.1f} %, {' and '.join(kept)} never do",
+        "FLOOR and EVEN clip a block's largest number, RCEIL and CEIL never do",
         subtitle="A block's largest number by where it lies between two powers of two; E4M3. The saw teeth are "
         "rounding, at most ±5.88 % (1/17); what falls below them is saturation.",
         height=380,
     )
-    for name, each in sorted(errors.items()):
-        color, dash = _SCALINGS[name]
-        figure.add_scatter(
-            x=amax,
-            y=[round(100 * error, 3) for error in each],
-            name=name.upper(),
-            line={"color": color, "dash": dash, "width": 6 if name == "ceil" else 2.5},
-            opacity=0.5 if name == "ceil" else 1,
-            hovertemplate="%{y:.1f} %",
-        )
-    figure.update_layout(legend_y=-0.26, hovermode="x unified")
     figure.add_hline(y=0, line={"color": MUTED, "width": 1})
+    for name, line in _SCALINGS.items():
+        percent = [round(100 * error, 3) for error in errors[name]]
+        look = {"width": 2.5, **line}
+        figure.add_scatter(x=amax, y=percent, name=name.upper(), line=look, hovertemplate="%{y:.1f} %")
     figure.update_xaxes(title_text="largest magnitude of the block (multiple of the power of two below)")
-    return figure.update_yaxes(title_text="its error (%)")
+    return legend_below(figure.update_yaxes(title_text="its error (%)").update_layout(hovermode="x unified"))
 
 
 def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
     """SQNR of every data set, that of its worst blocks, and how many values became zero, by format and scale."""
-    names = list(dict.fromkeys(row.data for row in rows))
-    from moelab.micro.numerics import worst_block_costs_db
-
-    hard = max((row for row in rows if row.method == "fp8_tensorwise"), key=lambda row: row.underflow_fraction)
-    to_zero = {row.method: row.underflow_fraction for row in rows if row.data == hard.data}
-    zeros = ", ".join(
-        f"{to_zero[method]:.1%} with {label}"
-        for method, label in (("fp8_tensorwise", "one per tensor"), ("fp8_rowwise", "per row"), ("mxfp8", "per block"))
-    )
-    nvfp4, floor = (span(worst_block_costs_db(rows, method, "mxfp8"), ".1f") for method in ("nvfp4", "mxfp8_floor"))
-    figure = new_figure(
-        f"In the worst blocks NVFP4 loses {nvfp4} dB more than MXFP8, and MXFP8 with FLOOR scales {floor} dB more than "
-        "with RCEIL",
-        subtitle="Left: SQNR of the whole tensor; 6 dB more halves the error. Middle: SQNR that the worst 5 % of "
-        f"blocks of 32 stay below. Right: values that became zero; of {hard.data}, by scale, {zeros}. Plain MXFP8 has "
-        "RCEIL scales. BF16 is not drawn where the tensor is BF16 already.",
-        height=130 + 36 * len(names),
+    figure = panels(
+        "What tensors lose by format",
+        ["SQNR of the tensor (dB)", "of its worst blocks (dB)", "to zero (%)"],
+        subtitle="6 dB more halves the error. Worst blocks: the SQNR that 5 % of the blocks of 32 stay below. Plain "
+        "MXFP8 has RCEIL scales. BF16 is not drawn where the tensor is BF16 already.",
+        height=130 + 36 * len({row.data for row in rows}),
+        spacing=0.03,
+        shared=True,
         width=WIDE,
+        widths=(0.4, 0.4, 0.2),
     )
-    panels: tuple[tuple[str, list[float], Callable[[ErrorRow], float], str], ...] = (
-        ("", [0.0, 0.37], lambda row: row.sqnr_db, "tensor (dB)"),
-        ("2", [0.41, 0.78], lambda row: row.worst_blocks_db, "worst blocks (dB)"),
-        ("3", [0.82, 1.0], lambda row: 100 * row.underflow_fraction, "to zero (%)"),
+    values: tuple[Callable[[ErrorRow], float], ...] = (
+        lambda row: row.sqnr_db,
+        lambda row: row.worst_blocks_db,
+        lambda row: 100 * row.underflow_fraction,
     )
-    for suffix, domain, number, title in panels:
-        known = [(row, row.data, number(row)) for row in rows if math.isfinite(number(row))]
-        _draw_dots(figure, known, xaxis=f"x{suffix}", showlegend=not suffix)
-        figure.update_layout({f"xaxis{suffix}": {"domain": domain, "title": {"text": title}, "anchor": "y"}})
+    for column, value in enumerate(values, start=1):
+        known = [(row, row.data, value(row)) for row in rows if math.isfinite(value(row))]
+        _draw_dots(figure, known, row=1, col=column, showlegend=column == 1)
     figure.for_each_trace(lambda trace: trace.update(legendgroup=trace.name))  # a click hides a method in all panels
-    return _name_rows(figure, names)
+    return legend_below(list_rows(figure).update_yaxes(showgrid=True), axis_px=40)
 
 
 def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
     """SQNR of the products of a layer's weights, each against float64."""
-    names = list(dict.fromkeys(f"{row.weight} {row.product}" for row in rows))
-    from moelab.micro.numerics import product_costs_db
-
-    worst = min((row for row in rows if row.method == "mxfp8"), key=lambda row: row.sqnr_db)
-    costs = product_costs_db(rows, "fp8_tensorwise", "mxfp8").items()
-    lost = [cost for (_, product), cost in costs if product != "output"]  # gradients enter the other two
-    worst_nvfp4 = min(row.sqnr_db for row in rows if row.method == "nvfp4")
     figure = new_figure(
-        f"MXFP8's worst product is {worst.weight} {worst.product}, {worst.sqnr_db:.0f} dB, NVFP4's worst "
-        f"{worst_nvfp4:.0f}; FP8 with one scale per tensor loses {min(lost):.1f} to {max(lost):.1f} dB more where "
-        "gradients enter",
+        "What the products of a layer lose by format",
         subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
         "40 dB of a hundredth. BF16 loses only by rounding its result.",
         note=note,
-        height=110 + 34 * len(names),
+        height=130 + 34 * len({(row.weight, row.product) for row in rows}),
     )
     _draw_dots(figure, [(row, f"{row.weight} {row.product}", row.sqnr_db) for row in rows])
-    figure.update_xaxes(title_text="SQNR (dB)")
-    return _name_rows(figure, names)
+    return legend_below(list_rows(figure, "SQNR (dB)").update_yaxes(showgrid=True))
 
 
-def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, float]], **options: object) -> None:
-    """A trace for each method of rows, each with its name and its number; ``options`` go to plotly."""
+def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, float]], **place: Any) -> None:
+    """A trace for each method of rows, each with the name of its line and its number."""
     for method, (color, symbol) in _METHODS.items():
         mine = [row for row in rows if row[0].method == method]
-        # A method without rows would still stand in the legend.
-        if mine:
+        if mine:  # a method without rows would still stand in the legend
             figure.add_scatter(
                 x=[number for _, _, number in mine],
                 y=[name for _, name, _ in mine],
@@ -186,28 +146,21 @@ def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, 
                 name=mine[0][0].label,
                 marker={"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}},
                 hovertemplate="%{x:.2f}, %{y}",
-                **options,
+                **place,
             )
-
-
-def _name_rows(figure: go.Figure, names: Sequence[str]) -> go.Figure:
-    figure.update_yaxes(categoryorder="array", categoryarray=list(reversed(names)), showgrid=True)
-    return legend_below(figure, 125)
 
 
 # The explorer
 
 SHAPE = (128, 512)
-BLOCKS = (8, 16, 32, 64, 128, 512)
-"""Block sizes to choose from; the last is a whole row."""
-MOST_OUTLIER_LOG2 = 20
-_MENUS: Mapping[str, tuple[str, Mapping[Any, str]]] = {
-    "distribution": ("values", {"gaussian": "Gaussian", "student_t": "Student's t"}),
-    "block": ("block", {size: f"{size}{' (a row)' * (size == SHAPE[1])}" for size in BLOCKS}),
-    "scaling": ("scaling", {name: name.upper() for name in ("floor", "rceil", "even", "ceil")}),
-    "element": ("element", {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1 (NVFP4)"}),
+BLOCKS, MOST_OUTLIER_LOG2 = (8, 16, 32, 64, 128, 512), 20
+CONTROLS: Mapping[str, Menu | Slider] = {
+    "distribution": Menu("values", {"gaussian": "Gaussian", "student_t": "Student's t"}),
+    "block": Menu.of("block", BLOCKS, lambda size: f"{size}{' (a row)' * (size == SHAPE[1])}"),
+    "scaling": Menu.of("scaling", ("floor", "rceil", "even", "ceil"), str.upper),
+    "element": Menu("element", {"e4m3": "E4M3", "e5m2": "E5M2", "e2m1": "E2M1 (NVFP4)"}),
+    "outlier_log2": Slider("outliers 2^", 0, MOST_OUTLIER_LOG2),
 }
-"""Label and words of the values of each menu."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,75 +195,57 @@ def quantisation_figure(choice: Choice) -> go.Figure:
         number_format = MX(scaling=choice.scaling, element=ELEMENTS[choice.element], block=choice.block)
         blocks = "one scale per row" if choice.block == SHAPE[1] else f"blocks of {choice.block}"
         shared = f"{choice.element.upper()}, {choice.scaling.upper()}, {blocks}"
-    # Cast here too, as the figure needs the scales and `measure` keeps none.
-    cast = number_format.cast(x)
-    errors = measure(x, number_format)
-    outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
+    cast, errors = number_format.cast(x), measure(x, number_format)
     drawn = {"gaussian": "Gaussian", "student_t": "Student's t (3 degrees of freedom)"}[choice.distribution]
+    outliers = f", one column of 64 larger by 2^{choice.outlier_log2}" if choice.outlier_log2 else ""
     figure = panels(
         f"SQNR {errors.sqnr_db:.1f} dB; {errors.underflow_fraction:.2%} of the values become zero, "
         f"{errors.saturated_fraction:.2%} are clipped",
-        ("", "", ""),
-        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}. Bars: parts of all blocks, of all "
-        "numbers, of all groups of 32.",
+        ("all blocks", "all numbers<br>grey: subnormal, red: to zero", "all groups of 32"),
+        subtitle=f"{drawn}{outliers}; {SHAPE[0]} rows of {SHAPE[1]}; {shared}.",
         height=380,
         width=NARROW,
         spacing=0.11,
         widths=(0.26, 0.28, 0.24),
     )
-    exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()  # each number has its block's scale
-    # Magnitudes over their scale, in powers of two, against the range of the element.
-    element, scaled = number_format.element, (x / cast.scale).abs().numpy().ravel()
-    # Zeros have no power of two; they are in the share of the subtitle.
-    powers = np.floor(np.log2(scaled[scaled > 0]))
+    element = number_format.element
     lowest = element.emin - element.mantissa_bits
+    exponents = np.log2(cast.scale.numpy()[:, :: number_format.block]).ravel()  # each number has its block's scale
+    scaled = (x / cast.scale).abs().numpy().ravel()
+    powers = np.floor(np.log2(scaled[scaled > 0]))  # zeros have no power of two; the title has their share
     floor = max(powers.min(), lowest - 8)
     sqnr_db = block_sqnr_db(x, cast.values).numpy()
-    counted = {
+    numbers = {
         "scale (log2)": exponents,
         "number / scale (log2)": np.maximum(powers, floor),
         "SQNR of 32 (dB)": sqnr_db[np.isfinite(sqnr_db)],
     }
-    for column, (title, numbers) in enumerate(counted.items(), start=1):
+    for column, (title, counted) in enumerate(numbers.items(), start=1):
         # Bars are one wide, whatever the range, and binned here, so that the figure stays small.
-        bins, shares = rounded_shares(numbers)
-        bars = {"marker_color": STORED, "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
+        bins, shares = rounded_shares(counted)
+        bars = {"marker_color": _FORMATS["MXFP8"], "hovertemplate": "%{x}: %{y:.2%}<extra></extra>"}
         figure.add_bar(x=bins, y=shares, width=1.0, row=1, col=column, **bars)
-        figure.update_xaxes(title={"text": title, "font": {"size": 13}}, col=column)
+        figure.update_xaxes(title={"text": title, "font": {"size": 13}}, tickangle=0, nticks=4, col=column)
+    band = {"opacity": 0.16, "line_width": 0, "row": 1, "col": 2}
+    if floor < lowest - 1:
+        figure.add_vrect(x0=floor - 0.5, x1=lowest - 1.5, fillcolor=WARNING, **band)
+    figure.add_vrect(x0=max(floor, lowest - 1) - 0.5, x1=element.emin - 0.5, fillcolor=MUTED, **band)
     figure.update_yaxes(tickformat=".1~%")
     figure.update_layout(xaxis_dtick=max(1, math.ceil(np.ptp(exponents) / 5)), xaxis_tick0=0)
-    band = {"type": "rect", "y0": 0, "y1": 1, "xref": "x2", "yref": "y2 domain", "opacity": 0.16, "line_width": 0}
-    if floor < lowest - 1:
-        figure.add_shape(x0=floor - 0.5, x1=lowest - 1.5, fillcolor=WARNING, **band)
-    figure.add_shape(x0=max(floor, lowest - 1) - 0.5, x1=element.emin - 0.5, fillcolor=MUTED, **band)
-    place = {"x": 0.0, "y": 1.1, "xref": "x2 domain", "yref": "y2 domain", "xanchor": "left"}
-    font = {"size": 12, "color": MUTED}
-    figure.add_annotation(text="grey: subnormal, red: to zero", showarrow=False, font=font, **place)
     return figure.update_layout(showlegend=False, bargap=0.05, margin_b=55)
 
 
 class QuantisationExplorer(Explorer):
     """Draw a tensor, choose a block and a scaling, and see what becomes of its numbers."""
 
-    label_px, control_px = 76, 232
-
     def __init__(self, choice: Choice | None = None) -> None:
-        start = choice or Choice()
-        controls = menus(_MENUS, vars(start))
-        outliers = {"value": start.outlier_log2, "max": MOST_OUTLIER_LOG2, "continuous_update": False}
-        controls["outlier_log2"] = labelled_control("IntSlider", "outliers 2^", **outliers)
-        super().__init__(controls, ["errors"])
+        super().__init__(CONTROLS, vars(choice or Choice()))
 
-    @property
-    def choice(self) -> Choice:
-        """As the controls stand now."""
-        return Choice(**self.chosen)
-
-    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """The static figure of the choice; NVFP4 has its own blocks and scales."""
+    def draw(self, chosen: Mapping[str, Any]) -> tuple[str, go.Figure]:
+        """The figure of the choice; NVFP4 has its own blocks and scales."""
         for name in ("block", "scaling"):
-            self.controls[name].disabled = self.choice.element == "e2m1"
-        return "", {"errors": quantisation_figure(self.choice)}
+            self.controls[name].disabled = chosen["element"] == "e2m1"
+        return "", quantisation_figure(Choice(**chosen))
 
 
 # The path of a token through a layer: after figure 1 of the article of PyTorch and Nebius (March 2026), drawn anew from
@@ -379,10 +314,7 @@ PATH = (
 
 def mxfp8_path() -> go.Figure:
     """What is quantised where on the way of a token's activations through an MXFP8 MoE layer, forward and backward."""
-    below = [
-        row * (ROW_PX + GAP_PX) for row in range(1 + max(box.row for box in PATH))
-    ]  # px from the top of the drawing
-    height = below[-1] + ROW_PX
+    height = max(_top(box.row) for box in PATH) + ROW_PX
     figure = new_figure(
         "MXFP8 enters at nine products and is gone after each; all between them stays BF16",
         subtitle="T tokens, M routed rows, D model and F expert width. A GEMM casts its operands from BF16 along the "
@@ -400,30 +332,34 @@ def mxfp8_path() -> go.Figure:
         figure.add_annotation(text="", showarrow=True, **ends, **look)
 
     for box in PATH:
-        (left, right), top = box.column, below[box.row]
-        corners = {"x0": left, "x1": right, "y0": top, "y1": top + ROW_PX}
-        line = _EDGES.get(box.fill, _PLAIN)
-        figure.add_shape(type="rect", fillcolor=box.fill, line=line, layer="below", **corners)
+        (left, right), top = box.column, _top(box.row)
+        edges = {"x0": left, "x1": right, "y0": top, "y1": top + ROW_PX, "layer": "below"}
+        figure.add_shape(type="rect", fillcolor=box.fill, line=_EDGES.get(box.fill, _PLAIN), **edges)
         text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
         write(text, (left + right) / 2, top + ROW_PX / 2)
     for column, down in ((FORWARD, True), (DGRAD, False)):
         x = sum(column) / 2
-        for upper, lower in pairwise(below[box.row] for box in PATH if box.column == column):
+        for upper, lower in pairwise(_top(box.row) for box in PATH if box.column == column):
             ends = [(x, upper + ROW_PX), (x, lower)]
             draw_arrow(*(ends if down else ends[::-1]))
     # Wgrad takes the gradient that comes from below and the activation kept from the forward pass.
     for row in (4, 8):
-        x, bottom = sum(WGRAD) / 2 + 20, below[row] + ROW_PX
-        draw_arrow((DGRAD[1], below[row + 1] + 10), (WGRAD[0] + 24, bottom))
+        x, bottom = sum(WGRAD) / 2 + 20, _top(row) + ROW_PX
+        draw_arrow((DGRAD[1], _top(row + 1) + 10), (WGRAD[0] + 24, bottom))
         draw_arrow((x, bottom), (x, bottom + GAP_PX))
-    write("x, h kept from forward;<br>wgrad may stay BF16", WGRAD[0] + 104, below[3] + 26, color=MUTED)
+    write("x, h kept from forward;<br>wgrad may stay BF16", WGRAD[0] + 104, _top(3) + 26, color=MUTED)
     for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
         write(f"<b>{text}</b>", sum(column) / 2, -16)
     y = height + 34
-    for x, fill, text in _LEGEND:
-        line = {"dash": "solid", **_EDGES.get(fill, _PLAIN), "width": 1}
-        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=fill, line=line)
+    for x, filled, text in _LEGEND:
+        line = {"dash": "solid", **_EDGES.get(filled, _PLAIN), "width": 1}
+        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=filled, line=line)
         write(text, x + 24, y, anchor="left")
     hidden = {"visible": False, "fixedrange": True}
     figure.update_xaxes(**hidden, range=[-4, 744]).update_yaxes(**hidden, range=[height + 52, -30])
     return figure.update_layout(margin={"l": 8, "r": 8, "b": 6}, showlegend=False, hovermode=False)
+
+
+def _top(row: int) -> int:
+    """Upper edge of a row of boxes, px from the top of the drawing."""
+    return row * (ROW_PX + GAP_PX)

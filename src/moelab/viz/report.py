@@ -353,11 +353,9 @@ def loss_figure(judged: Report) -> go.Figure:
     note, final_fraction = judged.loss_note, judged.final_fraction
     if judged.study is not None:
         marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
-        dropped = len(judged.dropped_seeds) > 0
-        # With every seed dropped the curves of all are better than an empty figure. `final` knows dropped seeds too, so
-        # it is worked out anew from what is drawn.
-        table, final = (judged.kept, None) if dropped and len(judged.kept) else (judged.table, judged.final)
-        return loss_curves(table, final_fraction=final_fraction, final=final, note=note, marks=marks)
+        # With every seed dropped the curves of all are better than an empty figure.
+        table = judged.kept if len(judged.kept) else judged.table
+        return loss_curves(table, final_fraction=final_fraction, note=note, marks=marks)
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
     if not sides:
         raise BadInput("none of these runs logged a loss")

@@ -1,8 +1,7 @@
 """Figures of a study, and of sides as its arms: loss and its difference; throughput; the load of experts.
 
-Each takes the metrics table and returns a plotly figure whose title is computed from the data. In the difference each
-seed is averaged over a trailing window as long as the one behind the verdict's final loss: the last point of the curve,
-with its interval, is the verdict itself, and the figure shows how it came about.
+In the difference each seed is averaged over a trailing window as long as the one behind the verdict's final loss: the
+last point of the curve, with its interval, is the verdict itself, and the figure shows how it came about.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
-from moelab.judge.arms import arm_label, contrast
-from moelab.judge.convergence import FinalLosses, final_losses, first_final_step
+from moelab.judge.arms import contrast
+from moelab.judge.convergence import first_final_step
 from moelab.judge.curves import (
     arm_curves,
     averaged_seeds,
@@ -40,6 +39,7 @@ from moelab.viz.draw import (
     error_bars,
     inside,
     interval_marks,
+    legend_below,
     list_rows,
     nothing_to_draw,
     over_steps,
@@ -62,6 +62,8 @@ from moelab.viz.theme import (
 
 INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
 """Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
+GREEN = "rgba(0,158,115,{})"
+"""The colour of an equivalent verdict, and of the band where one lies, with an opacity."""
 
 
 def loss_curves(
@@ -69,7 +71,6 @@ def loss_curves(
     *,
     finding: str = "",
     final_fraction: float = 0.1,
-    final: FinalLosses | None = None,
     styles: Mapping[str, ArmStyle] | None = None,
     note: str = "",
     marks: Sequence[tuple[int, float]] = (),
@@ -81,9 +82,8 @@ def loss_curves(
 
     Args:
         table: Metrics table.
-        finding: Title; where it is empty, the final losses of the arms.
-        final_fraction: Part of the steps shown in the inset, and that the final losses in the title are means over.
-        final: Those final losses, where they are known; None works them out.
+        finding: Title, where there is one.
+        final_fraction: Part of the steps shown in the inset.
         styles: Looks by arm, in the order of the legend; None gives the arms of a study theirs.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
@@ -94,21 +94,12 @@ def loss_curves(
     curves = arm_curves(table, "loss")
     windows = {name: smoothing_window(arm) for name, arm in curves.items()}
     averaged = {name: averaged_seeds(arm) for name, arm in curves.items()}
-    last = max(int(arm.index.max()) for arm in curves.values())
-    first_of_inset = first_final_step(last, final_fraction)
+    first_of_inset = first_final_step(max(int(arm.index.max()) for arm in curves.values()), final_fraction)
     # A line of one point is none.
     has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
+    inset = f" Inset: the last {100 * final_fraction:g} % of steps." if has_inset else ""
     reading = _loss_reading(curves, averaged, max(windows.values()))
-    if has_inset:
-        title = "" if finding else ", whose mean is the loss in the title"
-        reading += f" Inset: the last {100 * final_fraction:g} % of steps{title}."
-    figure = new_figure(
-        finding or _final_finding(final or final_losses(table, final_fraction=final_fraction)),
-        subtitle=reading,
-        note=note,
-        height=520,
-        width=WIDE,
-    )
+    figure = new_figure(finding or "Training loss", subtitle=reading + inset, note=note, height=480, width=WIDE)
     # Order of the legend: that of the given styles, which need not be the table's.
     styles = styles or arm_styles(curves)
     views: list[tuple[int, dict[str, Any]]] = [(0, {})]
@@ -121,11 +112,11 @@ def loss_curves(
                 draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
         for name, style in styles.items():
             mean = mean_curve(averaged[name], windows[name])
-            draw_mean(figure, mean.loc[first:], style, **axes, **({"showlegend": False} if axes else {}))
+            draw_mean(figure, mean.loc[first:], style, **axes, showlegend=not axes)
     draw_marks(figure, marks)
     if has_inset:
         _place_inset(figure, pd.concat(curves.values(), axis=1).sort_index(), first_of_inset)
-    return over_steps(figure, "loss (nats per token)")
+    return legend_below(over_steps(figure, "loss (nats per token)").update_layout(showlegend=True))
 
 
 def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
@@ -203,15 +194,15 @@ def loss_difference(
         subtitle=f"Paired by seed, mean over the trailing {last - first + 1} steps{band_words}; n = {n}; {margin}. "
         f"{verdict.decided_by}",
         note=note,
+        height=430,
     )
     smoothed = paired_difference(table, verdict)
     band = mean_and_interval(smoothed, level=verdict.interval.level)
     figure.add_hline(y=0.0, line={"color": INK, "width": 1})
     if verdict.margin_nats > 0:
-        # Green is the colour of an equivalent verdict, and the band is where one lies.
-        line = {"color": "rgba(0,158,115,0.7)", "width": 1, "dash": "dot"}
-        edges = {"y0": -verdict.margin_nats, "y1": verdict.margin_nats}
-        figure.add_hrect(**edges, fillcolor="rgba(0,158,115,0.10)", line=line, layer="below")
+        edges = {"y0": -verdict.margin_nats, "y1": verdict.margin_nats, "layer": "below"}
+        line = {"color": GREEN.format(0.7), "width": 1, "dash": "dot"}
+        figure.add_hrect(**edges, fillcolor=GREEN.format(0.1), line=line)
         label = {"text": "equivalence margin", "font": {"size": 12, "color": MUTED}, "showarrow": False}
         figure.add_annotation(**label, x=0.01, xref="x domain", y=verdict.margin_nats, yanchor="bottom")
     style = style or arm_styles([verdict.arm])[verdict.arm]
@@ -236,21 +227,20 @@ def loss_difference(
     everything = float(np.nanmax(np.abs(np.concatenate([band.to_numpy(), smoothed.to_numpy()], axis=1))))
     high = 1.15 * max(most, min(everything, 4.0 * most)) or 1.0  # of a run against itself all are zero
     # Without the format, plotly writes the zero of a symmetric axis as a rounding error.
-    return over_steps(figure, "loss difference (nats per token)", tickformat=".6~f", range=[-high, high])
+    return legend_below(over_steps(figure, "loss difference (nats per token)", tickformat=".6~f", range=[-high, high]))
 
 
-def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: str = "", words: str = "") -> go.Figure:
+def verdict_intervals(verdicts: Mapping[str, Verdict], title: str, *, note: str = "", words: str = "") -> go.Figure:
     """Every verdict's difference with its interval on the band of its margin, a row each, by what the row is called.
 
     ``words`` say in the subtitle what is judged.
     """
-    rows = {name: wrap(name, 34) for name in verdicts}
     figure = new_figure(
-        finding,
+        title,
         subtitle=f"{words}{' ' * bool(words)}Dots: mean difference from the reference; bars: its t interval over "
         "seeds; band: equivalence margin.",
         note=note,
-        height=150 + 52 * len(rows),
+        height=150 + 52 * len(verdicts),
         width=WIDE,
     )
     colors = {Answer.EQUIVALENT: "#009E73", Answer.DIFFERENT: WARNING}
@@ -259,75 +249,49 @@ def verdict_intervals(verdicts: Mapping[str, Verdict], finding: str, *, note: st
         color = colors.get(one.answer, MUTED)
         if one.margin_nats > 0:
             edges = {"x0": -one.margin_nats, "x1": one.margin_nats, "y0": place - 0.4, "y1": place + 0.4}
-            figure.add_shape(type="rect", **edges, fillcolor="rgba(0,158,115,0.14)", line_width=0, layer="below")
+            figure.add_shape(type="rect", **edges, fillcolor=GREEN.format(0.14), line_width=0, layer="below")
         ends = [(one.interval.low, one.mean_difference_nats, one.interval.high)]
-        look = {
-            "marker": {"color": color, "size": 11},
-            "hovertemplate": f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>",
-        }
+        hover = f"{plot_text(name)}: %{{x:+.4f}} nats<extra></extra>"
         # One trace for each verdict, as each has the colour of its answer.
-        mark = interval_marks([place], ends, along="x", color=color, **look)
+        mark = interval_marks([place], ends, color=color, marker={"color": color, "size": 11}, hovertemplate=hover)
         figure.add_trace(mark.update(error_x_visible=one.interval.exists))
-        figure.add_annotation(
-            text=f"<b>{answers[place]}</b>",
-            align="left",
-            x=1,
-            xref="paper",
-            xanchor="left",
-            xshift=8,
-            y=place,
-            showarrow=False,
-            font_color=color if color != MUTED else INK,
-        )
+        right = {"x": 1, "xref": "paper", "xanchor": "left", "xshift": 8, "y": place, "align": "left"}
+        ink = color if color != MUTED else INK
+        figure.add_annotation(text=f"<b>{answers[place]}</b>", font_color=ink, showarrow=False, **right)
     figure.add_vline(x=0, line={"color": INK, "width": 1})
     figure.update_xaxes(tickformat="+.4~f", hoverformat="+.4f")
     right_px = 30 + 8 * max(len(line) for answer in answers for line in answer.split("<br>"))
-    title = "loss difference (nats per token)"
-    return list_rows(figure, title, names=[*rows.values()], showlegend=False, margin_r=right_px)
+    names = [wrap(name, 34) for name in verdicts]
+    return list_rows(figure, "loss difference (nats per token)", names=names, showlegend=False, margin_r=right_px)
 
 
 def verdict_examples() -> go.Figure:
     """The four answers on constructed losses of four seeds: what a verdict looks like before there is one."""
     reference = {0: 3.600, 1: 3.640, 2: 3.570, 3: 3.610}
-    theirs = ArmSeeds.of(reference)
     shifts = {
         "close, and every seed agrees": (0.003, -0.002, 0.004, -0.001),
         "close on average, but seeds disagree": (0.06, -0.055, 0.05, -0.045),
         "far, and every seed agrees": (0.09, 0.10, 0.095, 0.088),
         "far on average, but seeds disagree": (0.02, 0.14, 0.05, 0.10),
     }
-    arms: dict[str, Any] = {"arm": "mxfp8_standard", "reference": "bf16_standard"}
     judged = {
-        name: judge(ArmSeeds.of({seed: reference[seed] + shift for seed, shift in enumerate(own)}), theirs, **arms)
+        name: judge(
+            ArmSeeds.of({seed: reference[seed] + shift for seed, shift in enumerate(own)}),
+            ArmSeeds.of(reference),
+            arm="mxfp8_standard",
+            reference="bf16_standard",
+        )
         for name, own in shifts.items()
     }
-    return verdict_intervals(
-        judged,
-        "Inside the margin: the same loss; across its edge: not decided",
-        note="constructed losses of four seeds, no measurement",
-    )
-
-
-def _final_finding(final: FinalLosses) -> str:
-    ends, common = final.means()
-    if not ends:
-        return "No run reached its last step with a finite loss"
-    low, high = min(ends, key=ends.__getitem__), max(ends, key=ends.__getitem__)
-    if len(ends) == 1:
-        return f"{arm_label(low)} ends at {ends[low]:.3f} nats per token"
-    first, second, shared = contrast(low, high)
-    both = f" (both {shared})" if shared else ""
-    arms = f"{first} and {second}{both}" if len(ends) == 2 else f"the {len(ends)} arms"
-    at = f"{first} at {ends[low]:.3f}, {second} at {ends[high]:.3f}"
-    if 0 < len(common) < max(len(one.losses) for one in final.seeds.values()):
-        at += ", on the seeds that all have"
-    return f"After {final.last_step:,} steps {arms} end {ends[high] - ends[low]:.4f} nats apart: {at}"
+    note = "constructed losses of four seeds, no measurement"
+    return verdict_intervals(judged, "Inside the margin: the same loss; across its edge: not decided", note=note)
 
 
 # Throughput
 
 TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 """``mxfp8_standard`` was not published."""
+_ABOVE = {"showarrow": False, "yanchor": "bottom", "yshift": 6}
 
 
 def throughput_bars(
@@ -342,7 +306,6 @@ def throughput_bars(
     arms = [measured[name] for name in in_order(measured)]
     by_arm = {one.arm: one for one in gains if one.arm in measured}
     counts = [arm.n_seeds for arm in arms]
-    only = f"{arm_label(arms[0].arm)}: {arms[0].tps:,.0f} tokens/s" if len(arms) == 1 else "Throughput by arm"
     reading = (
         f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
         f"n = {span(counts)} seeds per arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
@@ -350,13 +313,12 @@ def throughput_bars(
     )
     if max(counts) == 1:
         reading = f"Median over steps after {warmup_steps} warm-up steps; one seed per arm, so no interval."
-    figure = new_figure(_gain_finding(by_arm.values()) or only, subtitle=reading, note=note)
+    figure = new_figure(_gain_title(by_arm.values()) or "Throughput by arm", subtitle=reading, note=note)
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     tops = [arm.interval.high if arm.interval.exists else arm.tps for arm in arms]
-    styles = arm_styles(measured)
     for position, (arm, top) in enumerate(zip(arms, tops, strict=True)):
-        style, interval, seeds = styles[arm.arm], arm.interval, arm.tps_by_seed
+        style, interval, seeds = arm_styles(measured)[arm.arm], arm.interval, arm.tps_by_seed
         reach = error_bars([(interval.low, arm.tps, interval.high)], color=INK, thickness=1.5, width=8)
         error_y = reach if interval.exists else {"visible": False}
         _draw_arm_bar(figure, position, arm.tps, style, "%{y:,.0f} tokens/s", name=style.label, error_y=error_y)
@@ -372,17 +334,12 @@ def throughput_bars(
         if over := by_arm.get(arm.arm):
             percent = over.interval.percent
             gained = f"{percent.low:+.1f} to {percent.high:+.1f}" if percent.exists else "no interval"
-            figure.add_annotation(
-                text=f"<b>{over.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>",
-                x=position,
-                y=min(ceiling, max(top, *seeds.values())),
-                **_ABOVE,
-                bgcolor=VEIL,
-            )
+            text = f"<b>{over.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>"
+            y = min(ceiling, max(top, *seeds.values()))
+            figure.add_annotation(text=text, x=position, y=y, **_ABOVE, bgcolor=VEIL)
     highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
-    # plotly makes bars as wide as the axis allows.
-    margin = 0.7 if len(arms) > 1 else 1.0  # a lone bar would fill the figure
-    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=margin)
+    # plotly makes bars as wide as the axis allows: a lone bar would fill the figure.
+    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=0.7 if len(arms) > 1 else 1.0)
 
 
 def published_bars() -> go.Figure:
@@ -393,8 +350,7 @@ def published_bars() -> go.Figure:
     gains = {gain.arm: gain.percent for gain in GAINS if gain.baseline == "bf16_standard"}
     setup = THROUGHPUT_SETUP
     figure = new_figure(
-        f"DeepEP gives {gains['bf16_deepep']:+.0f} %, DeepEP with MXFP8 experts {gains['mxfp8_deepep']:+.0f} %; "
-        "MXFP8 alone was not published",
+        "The published throughput: MXFP8 alone is missing",
         subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
         f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps per arm; no "
         "interval and no rule for discarding steps were published.",
@@ -414,10 +370,8 @@ def published_bars() -> go.Figure:
     return _finish_arm_bars(figure, TWO_BY_TWO, max(row.tps for row in THROUGHPUT))
 
 
-_ABOVE = {"showarrow": False, "yanchor": "bottom", "yshift": 6}
-
-
-def _gain_finding(gains: Iterable[Gain]) -> str:
+def _gain_title(gains: Iterable[Gain]) -> str:
+    """The largest gain that was measured, if any was, and whether its interval shows one."""
     best = max(gains, key=lambda one: one.ratio, default=None)
     if best is None:
         return ""
@@ -460,15 +414,18 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
     Raises:
         BadInput: if ``ep`` does not divide the experts.
     """
-    (worst_S, median_S), steps = load.busiest_rank_over_layers(ep), load.steps
-    most = load.to_json()["busiest_expert_over_mean"]
+    (worst_S, median_S), steps, idle = load.busiest_rank_over_layers(ep), load.steps, load.idle_percent_S
     dead = f"{load.dead_experts} of {load.late_LE.size} experts are dead" if load.dead_experts else "no expert is dead"
     figure = panels(
-        f"The busiest expert gets {most:.1f} × its layer's mean at the end; {dead}",
-        ["busiest expert, × its layer's mean", f"busiest of {ep} ranks, × their mean", "experts without a token"],
-        subtitle=f"{name}; {len(steps)} recorded steps, tokens of all ranks. The title is of the last fifth of them: "
-        "dead experts got no token in it.",
-        height=340,
+        f"Load of the experts: {dead}",
+        [
+            "busiest expert of<br>each layer, × mean",
+            f"busiest of {ep} ranks,<br>× their mean",
+            "experts without<br>a token (%)",
+        ],
+        subtitle=f"{name}; {len(steps)} recorded steps, tokens of all ranks. Dead experts got no token in the last "
+        "fifth of the steps.",
+        height=320,
         spacing=0.14,
     )
     figure.add_heatmap(
@@ -482,29 +439,17 @@ def expert_load_figure(load: ExpertLoad, *, ep: int, name: str) -> go.Figure:
         row=1,
         col=1,
     )
-    idle = load.idle_percent_S
-    of_ranks, of_experts = (
-        "{}: %{{y:.2f}} × the mean of the ranks<extra></extra>",
-        "step %{x}: %{y:.1f} %<extra></extra>",
-    )
-    for column, label, values, color, dash in (
-        (2, "worst layer", worst_S, WARNING, "solid"),
-        (2, "median layer", median_S, INK, "dash"),
-        (3, "", idle, MUTED, "dot"),
+    of_ranks = "%{y:.2f} × the mean of the ranks"
+    for column, label, values, color, dash, hover in (
+        (2, "worst layer", worst_S, WARNING, "solid", of_ranks),
+        (2, "median layer", median_S, INK, "dash", of_ranks),
+        (3, "experts", idle, MUTED, "dot", "step %{x}: %{y:.1f} %"),
     ):
-        figure.add_scatter(
-            x=steps,
-            y=values,
-            name=label or None,
-            mode="lines",
-            line={"color": color, "dash": dash},
-            hovertemplate=of_ranks.format(label) if label else of_experts,
-            showlegend=bool(label),
-            row=1,
-            col=column,
-        )
+        line = {"color": color, "dash": dash}
+        trace = {"x": steps, "y": values, "name": label, "mode": "lines", "line": line, "hovertemplate": hover}
+        figure.add_scatter(**trace, showlegend=column == 2, row=1, col=column)
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="layer", type="category", autorange="reversed", showgrid=False, col=1)
-    figure.update_yaxes(title_text="× mean", rangemode="tozero", col=2)
-    figure.update_yaxes(title_text="% of all experts", range=[0, max(5.0, 1.1 * float(idle.max()))], col=3)
-    return figure
+    figure.update_yaxes(rangemode="tozero", col=2)
+    figure.update_yaxes(range=[0, max(5.0, 1.1 * float(idle.max()))], col=3)
+    return legend_below(figure)

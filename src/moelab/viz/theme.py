@@ -143,8 +143,16 @@ def plot_text(text: str) -> str:
 
 
 def wrap(text: str, characters: int) -> str:
-    """Break a text into lines for plotly and escape each; words such as "all-to-all" stay whole."""
-    return "<br>".join(plot_text(line) for line in textwrap.wrap(text, characters, break_on_hyphens=False))
+    """Break a text into lines of like length for plotly and escape each; words such as "all-to-all" stay whole."""
+
+    def lines(most: int) -> list[str]:
+        return textwrap.wrap(text, most, break_on_hyphens=False)
+
+    longest = max(map(len, text.split()), default=1)
+    # The narrowest that needs no more lines: else the last line may be a lone word.
+    while characters > longest and len(lines(characters - 1)) == len(lines(characters)):
+        characters -= 1
+    return "<br>".join(map(plot_text, lines(characters)))
 
 
 def counted(number: int, what: str) -> str:
@@ -158,11 +166,11 @@ def span(values: Iterable[float], written: str = "") -> str:
     return " to ".join(dict.fromkeys(format(end, written) for end in (min(known), max(known))))
 
 
-def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460, width: int = NORMAL) -> go.Figure:
+def new_figure(title: str, *, subtitle: str, note: str = "", height: int = 460, width: int = NORMAL) -> go.Figure:
     """Start a figure with the theme and its title; the top margin grows with the title.
 
     Args:
-        finding: What the figure shows, as a sentence.
+        title: What is drawn, or the finding where that is the figure's point.
         subtitle: How to read it: n, interval, smoothing.
         note: Condition that must not be missed, such as "emulated kernels"; it stands in the title.
         height: Height in pixels of a figure with a one-line title.
@@ -170,15 +178,16 @@ def new_figure(finding: str, *, subtitle: str, note: str = "", height: int = 460
     """
     title_px = min(width, MOST_TITLE_PX) - 12  # it begins 10 px from the left
     letters = int(title_px / TITLE_PX)
-    title = f"<b>{wrap(finding, letters)}</b>"
+    text = f"<b>{wrap(title, letters)}</b>"
     if note:
-        title += f"<br><span style='color:{WARNING}'>{wrap(note, letters)}</span>"
-    title += f"<br><span style='font-size:13px;color:{MUTED}'>{wrap(subtitle, int(title_px / SUBTITLE_PX))}</span>"
+        text += f"<br><span style='color:{WARNING}'>{wrap(note, letters)}</span>"
+    text += f"<br><span style='font-size:13px;color:{MUTED}'>{wrap(subtitle, int(title_px / SUBTITLE_PX))}</span>"
     # All lines are as high as the title's font makes them; 70 px is the margin that the caller's height counts with.
     # plotly reserves no room for a title: one of three lines would lie on the plot.
-    top = 33 + LINE_PX * (1 + title.count("<br>"))
-    layout = {"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": title}
-    return go.Figure(layout=layout)
+    top = 33 + LINE_PX * (1 + text.count("<br>"))
+    return go.Figure(
+        layout={"template": template(width), "height": height - 70 + top, "margin_t": top, "title_text": text}
+    )
 
 
 def in_words(title: str) -> str:

@@ -14,8 +14,9 @@ import base64
 import html
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Final
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MARKED = f"border-left:4px solid {WARNING};padding-left:10px;line-height:1.4"
 """Style of words that warn: their colour is the page's, which may be dark."""
+CONTROL_PX: Final = 150
+"""Of an explorer's control beside its label: with a ``NARROW`` figure it stands in a window of 1280 px."""
 
 
 def make_panel(
@@ -68,23 +71,6 @@ def labelled_control(kind: str, label: str, **options: Any) -> Any:
 def size_control(control: ipywidgets.Widget, label_px: int, width_px: int) -> None:
     """Make a control so wide, and its label so wide of that."""
     control.style.description_width, control.layout.width = f"{label_px}px", f"{width_px}px"
-
-
-def menu(label: str, values: Iterable[Any], start: Any, *, words: Callable[[Any], str] = str) -> Any:
-    """A menu of values; one to start with that is not among them is added, and numbers are sorted."""
-    # A start that the menu lacks, such as an own model's, must not raise.
-    options = list(dict.fromkeys([*values, start]))
-    named = [(words(value), value) for value in (options if isinstance(start, str) else sorted(options))]
-    return labelled_control("Dropdown", label, options=named, value=start)
-
-
-def menus(table: Mapping[str, tuple[str, Mapping[Any, str]]], starts: Mapping[str, Any]) -> dict[str, Any]:
-    """A menu for each row of a table of labels and of the values' words; a start without words is its own."""
-    controls = {}
-    for name, (label, words) in table.items():
-        options = {**words, starts[name]: words.get(starts[name], str(starts[name]))}
-        controls[name] = menu(label, options, starts[name], words=options.__getitem__)
-    return controls
 
 
 def live_figures(figures: Mapping[str, go.Figure | None]) -> Any:
@@ -151,86 +137,144 @@ def changes(old: Any, new: Any, path: tuple[str | int, ...] = ()) -> Iterator[tu
         yield from changes(before, after, (*path, key))
 
 
-class Explorer:
-    """Controls with the figures beside them, and above both one line that says what follows from the choice.
+@dataclass(frozen=True)
+class Menu:
+    """A control that offers values by their words; numbers are sorted."""
 
-    An explorer shows nothing of its own: a subclass asks the library in :meth:`look`. Where the page has room, all of
-    it fits into a window of 1280 × 800. What cannot be is said under the control that was changed last. A notebook ends
-    a cell with the explorer itself, which readers without a kernel see as its first figure.
+    label: str
+    values: Mapping[Any, str]
+
+    @classmethod
+    def of(cls, label: str, values: Iterable[Any], words: Callable[[Any], str] = str) -> Menu:
+        """A menu of values that are written by a function."""
+        return cls(label, {value: words(value) for value in values})
+
+    def widget(self, start: Any) -> Any:
+        """The control; a start that it does not offer, such as an own model, is added."""
+        values = self.values if start in self.values else {**self.values, start: str(start)}
+        return labelled_control("Dropdown", self.label, options=self.options(values), value=start)
+
+    @staticmethod
+    def options(values: Mapping[Any, str]) -> list[tuple[str, Any]]:
+        """What ipywidgets takes."""
+        named = [(words, value) for value, words in values.items()]
+        return named if any(isinstance(value, str) for value in values) else sorted(named, key=lambda one: one[1])
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A control of numbers; of whole ones where ``step`` is whole."""
+
+    label: str
+    least: float
+    most: float
+    step: float = 1
+
+    def widget(self, start: Any) -> Any:
+        """The control; a number is taken when the hand lets go."""
+        kind = "IntSlider" if isinstance(self.step, int) else "FloatSlider"
+        ends = {"min": self.least, "max": self.most, "step": self.step, "continuous_update": False}
+        written = {} if isinstance(self.step, int) else {"readout_format": ".4g"}
+        return labelled_control(kind, self.label, value=start, **ends, **written)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A field for a whole number."""
+
+    label: str
+
+    def widget(self, start: Any) -> Any:
+        """The control."""
+        return labelled_control("IntText", self.label, value=start)
+
+
+class Explorer:
+    """Controls with a figure beside them, and above both one line that says what follows from the choice.
+
+    A subclass answers in :meth:`draw`, and shows nothing itself. What cannot be is said under the control that was
+    changed last. A notebook ends a cell with the explorer, which readers without a kernel see as its figure.
 
     Args:
-        controls: menus and sliders of :func:`labelled_control` by name, so that the keyboard reaches all of them.
-        figures: names of the figures, in the order in which they are shown.
+        controls: what the reader moves, by name; the keyboard reaches all of it.
+        starts: where each control begins.
     """
 
-    label_px: ClassVar = 138
-    control_px: ClassVar = 290
-    """Width of each control with its label; with ``NARROW`` figures it stands beside them on a screen of 1280 px."""
-
-    def __init__(self, controls: Mapping[str, ipywidgets.Widget], figures: Sequence[str]) -> None:
+    def __init__(self, controls: Mapping[str, Menu | Slider | Number], starts: Mapping[str, Any]) -> None:
         import ipywidgets as widgets
 
-        self.controls = dict(controls)
-        self.figures: Mapping[str, go.Figure] = {}  # that are shown: none that cannot be drawn
+        self.controls = {name: control.widget(starts[name]) for name, control in controls.items()}
+        self.figure: go.Figure | None = None  # none of a choice that cannot be
         # The control that caused a refusal, if one did, and the refusal: only below that control it has its reason.
         self.refused: tuple[str | None, str] = (None, "")
         self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
-        self.plots = live_figures(dict.fromkeys(figures))
+        self.plots = live_figures({"figure": None})
+        label_px = round(7.3 * max(len(control.label) for control in controls.values()))
+        control_px = label_px + CONTROL_PX
         rows = []
         for name, control in self.controls.items():
-            size_control(control, self.label_px, self.control_px)
+            size_control(control, label_px, control_px)
             self.reasons[name].layout.width = control.layout.width
             rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
+            control.observe(self._moved, names="value")
         left = in_rows(rows)
-        # The figures take all room that the controls leave.
-        left.layout.flex, left.layout.align_content = f"1 0 {self.control_px + 4}px", "flex-start"
+        # The figure takes all room that the controls leave.
+        left.layout.flex, left.layout.align_content = f"1 0 {control_px + 4}px", "flex-start"
         self.plots.layout = {"flex": f"100 1 {NARROW}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
-        self._listen()
+        self._syncing = False
         self.refresh()
 
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """Values of all controls."""
-        return {name: control.value for name, control in self.controls.items()}
-
-    def look(self) -> tuple[str, Mapping[str, go.Figure]]:
-        """Words and figures of what is chosen; a figure that cannot be drawn is left out.
+    def draw(self, chosen: Mapping[str, Any]) -> tuple[str, go.Figure]:
+        """Words and the figure of a choice, by the controls' names.
 
         Raises:
             BadInput, Refused: if the choice cannot be.
         """
         raise NotImplementedError
 
-    def picture(self) -> go.Figure:
-        """What readers without a kernel see of the choice: the first figure."""
-        return next(iter(self.figures.values()))
+    def offered(self) -> Mapping[str, Mapping[Any, str]]:
+        """Values of menus, with words, that depend on the choice: by name; asked once the choice is drawn."""
+        return {}
 
-    def refresh(self, change: Any = None) -> None:
-        """Show what is chosen; ``change`` is what the control that was moved says of it."""
-        moved = next((name for name, one in self.controls.items() if change and one is change["owner"]), None)
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Values of all controls."""
+        return {name: control.value for name, control in self.controls.items()}
+
+    def refresh(self, moved: str | None = None) -> None:
+        """Show what is chosen; ``moved`` is the control that changed it."""
         try:
-            answer, self.figures = self.look()
+            answer, self.figure = self.draw(self.chosen)
             words = f"<div role='status' style='line-height:1.35'>{answer}</div>" if answer else ""
             self.refused = (None, "")
         except (BadInput, Refused) as error:
             if str(error) != self.refused[1]:  # else the control that was moved has nothing to do with it
                 self.refused = (moved, str(error))
-            words, self.figures = refusal(self.refused[1], self.controls.get(self.refused[0] or "")), {}
+            words, self.figure = refusal(self.refused[1], self.controls.get(self.refused[0] or "")), None
         self.words.value = words
         for name, place in self.reasons.items():
             place.value = refusal(self.refused[1]) if name == self.refused[0] else ""
             place.layout.display = None if place.value else "none"
-        self.plots.show(self.figures)
+        self.plots.show({"figure": self.figure} if self.figure else {})
+        self._syncing = True  # new options reset a menu's value, which is no choice of the reader's
+        for name, values in self.offered().items():
+            control, options = self.controls[name], tuple(Menu.options(values))
+            # Setting equal options too would close the menu that the reader has open.
+            if control.options != options:
+                kept = control.value
+                control.options = options
+                control.value = kept
+        self._syncing = False
+
+    def _moved(self, change: Any) -> None:
+        if not self._syncing:
+            self.refresh(next(name for name, control in self.controls.items() if control is change["owner"]))
 
     def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
         """The panel, and for readers without a kernel a picture."""
         bundle: dict[str, Any] = self.panel._repr_mimebundle_(**options)
-        return bundle | (as_picture(self.picture()) if self.figures else {})
-
-    def _listen(self) -> None:
-        for control in self.controls.values():
-            control.observe(self.refresh, names="value")
+        return bundle | (as_picture(self.figure) if self.figure else {})
 
 
 def as_picture(figure: go.Figure) -> dict[str, str]:
