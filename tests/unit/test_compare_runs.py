@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from figure_support import shown_page, title
+from figure_support import notes, shown_page, title
 from run_support import ENDS, curve, make_run, make_study, train
 from stand_in import step_line, titan_line, validation_line
 
@@ -268,8 +268,8 @@ def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) ->
     assert all(words in title(one.figure) for one in (loss, difference))
     drawn = next(trace for trace in loss.figure.data if trace.name == "bad")
     assert (drawn.x[-1], drawn.y[-1]) == (30, pytest.approx(7.97))
-    assert "Inset" not in title(loss.figure)  # only one of the two has an end to enlarge
-    assert "Inset: the last 10 % of steps." in title(report_figures(compared(sound))[0].figure)
+    assert notes(loss.figure) == []  # only one of the two has an end to enlarge
+    assert notes(report_figures(compared(sound))[0].figure) == ["all steps", "the last 10 %"]
     assert [side["final_loss_nats"] is None for side in report.to_json()["sides"]] == [False, True]
 
 

@@ -7,7 +7,6 @@ last point of the curve, with its interval, is the verdict itself, and the figur
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,8 +59,6 @@ from moelab.viz.theme import (
     wrap,
 )
 
-INSET_LEFT, INSET_GAP, INSET_MIN_HEIGHT = 0.47, 0.10, 0.42
-"""Left edge of the inset, its clearance above the curves, its smallest height; all parts of the plot area."""
 GREEN = "rgba(0,158,115,{})"
 """The colour of an equivalent verdict, and of the band where one lies, with an opacity."""
 
@@ -75,15 +72,15 @@ def loss_curves(
     note: str = "",
     marks: Sequence[tuple[int, float]] = (),
 ) -> go.Figure:
-    """Loss over all steps: every seed thin, the mean over seeds bold, the last part again in an inset.
+    """Loss over all steps, and beside it the last part again: every seed thin, the mean over seeds bold.
 
-    Curves of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states. There is no
-    inset where an arm has fewer than two steps in that part.
+    Curves of more than 100 logged steps are smoothed over one hundredth of them, as the subtitle states. The last part
+    is left out where an arm has fewer than two steps in it.
 
     Args:
         table: Metrics table.
         finding: Title, where there is one.
-        final_fraction: Part of the steps shown in the inset.
+        final_fraction: The last part, of all steps.
         styles: Looks by arm, in the order of the legend; None gives the arms of a study theirs.
         note: Condition to state in the title, such as "emulated kernels".
         marks: Steps, with their loss, whose gradient norm was not finite.
@@ -94,17 +91,22 @@ def loss_curves(
     curves = arm_curves(table, "loss")
     windows = {name: smoothing_window(arm) for name, arm in curves.items()}
     averaged = {name: averaged_seeds(arm) for name, arm in curves.items()}
-    first_of_inset = first_final_step(max(int(arm.index.max()) for arm in curves.values()), final_fraction)
+    first_of_last = first_final_step(max(int(arm.index.max()) for arm in curves.values()), final_fraction)
     # A line of one point is none.
-    has_inset = all(len(arm.dropna(how="all").loc[first_of_inset:]) > 1 for arm in averaged.values())
-    inset = f" Inset: the last {100 * final_fraction:g} % of steps." if has_inset else ""
-    reading = _loss_reading(curves, averaged, max(windows.values()))
-    figure = new_figure(finding or "Training loss", subtitle=reading + inset, note=note, height=480, width=WIDE)
+    has_last = all(len(arm.dropna(how="all").loc[first_of_last:]) > 1 for arm in averaged.values())
+    figure = panels(
+        finding or "Training loss",
+        ("all steps", f"the last {100 * final_fraction:g} %") if has_last else ("",),
+        subtitle=_loss_reading(curves, averaged, max(windows.values())),
+        note=note,
+        height=440,
+        width=WIDE,
+        widths=(0.6, 0.4) if has_last else None,
+    )
     # Order of the legend: that of the given styles, which need not be the table's.
     styles = styles or arm_styles(curves)
-    views: list[tuple[int, dict[str, Any]]] = [(0, {})]
-    views += [(first_of_inset, {"xaxis": "x2", "yaxis": "y2"})] if has_inset else []
-    for first, axes in views:
+    for column, first in enumerate((0, first_of_last) if has_last else (0,), start=1):
+        axes = {"xaxis": f"x{column}", "yaxis": f"y{column}"}
         for name, style in styles.items():  # seeds are fainter behind a smoothed mean
             # A lone seed that is not smoothed is the bold line itself.
             if curves[name].shape[1] > 1 or windows[name] > 1:
@@ -112,34 +114,10 @@ def loss_curves(
                 draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
         for name, style in styles.items():
             mean = mean_curve(averaged[name], windows[name])
-            draw_mean(figure, mean.loc[first:], style, **axes, showlegend=not axes)
+            draw_mean(figure, mean.loc[first:], style, **axes, showlegend=column == 1)
     draw_marks(figure, marks)
-    if has_inset:
-        _place_inset(figure, pd.concat(curves.values(), axis=1).sort_index(), first_of_inset)
-    return legend_below(over_steps(figure, "loss (nats per token)").update_layout(showlegend=True))
-
-
-def _place_inset(figure: go.Figure, curves: pd.DataFrame, first: int) -> None:
-    """Put the second axes at the top right, above the highest loss to the right of their left edge."""
-    curves = curves.where(np.isfinite(curves)).dropna(how="all")
-    last, before = int(curves.index.max()), max(0, int(curves.index.min()) - 1)
-    # Its tick labels stand to the left of that edge, so the curves are looked at from a little before it.
-    clear = np.nanmax(curves.loc[before + int((INSET_LEFT - 0.08) * (last - before)) :].to_numpy(dtype=float))
-    # Of all arms: the inset must stay clear of the highest of them.
-    low, high = np.nanmin(curves.to_numpy(dtype=float)), np.nanmax(curves.to_numpy(dtype=float))
-    height = (high - low) or 1.0  # of losses that are all the same
-    floor = low - 0.04 * height
-    # Where curves do not fall enough to leave room, the axis is extended upwards until they do.
-    top = max(high + 0.04 * height, floor + (clear - floor) / (1.0 - INSET_GAP - INSET_MIN_HEIGHT))
-    bottom = (clear - floor) / (top - floor) + INSET_GAP
-    whole = {"dtick": 1} if last - first < 5 else {"nticks": 5}
-    frame = {"linecolor": MUTED, "mirror": True, "showline": True, "tickfont": {"size": 12}, "title": None}
-    figure.update_layout(
-        xaxis={"range": [before, last + 0.01 * (last - before)]},
-        yaxis={"range": [floor, top]},
-        xaxis2={"domain": [INSET_LEFT, 0.99], "anchor": "y2", **whole, **frame},
-        yaxis2={"domain": [bottom, 0.99], "anchor": "x2", "nticks": 5, **frame},
-    )
+    figure.update_xaxes(title_text="step").update_yaxes(title_text="loss (nats per token)", col=1)
+    return legend_below(figure.update_layout(hovermode="x unified", showlegend=True))
 
 
 def _loss_reading(curves: Mapping[str, pd.DataFrame], averaged: Mapping[str, pd.DataFrame], window: int) -> str:
