@@ -60,8 +60,8 @@ def test_every_measured_speed_up_is_drawn_and_a_replay_says_so(replayed: bool) -
     figure = measured_speedups(stored(), "fp8", replayed=replayed)
     drawn = [(x, y) for trace in figure.data for x, y in zip(trace.x, trace.y, strict=True)]
     assert sorted(drawn) == sorted(zip(table["m"], table["speedup"].round(4), strict=True))
-    of_eight = table[(table["groups"] == 8) & (table["sizes"] == "even")]
-    assert sum(len(trace.x) for trace in traces(figure, mode="lines+markers")) == len(of_eight)
+    odd = table[(table["groups"] != 8) | (table["sizes"] != "even")]
+    assert sum(len(trace.x) for trace in figure.data if trace.name.count(",") > 1) == len(odd) > 0
     assert ("replayed: measured on NVIDIA H100" in title(figure)) is replayed
     rows = stored().rows  # more shapes than there are looks
     many = replace(stored(), rows=rows.assign(n=1 + rows.groupby(["m", "n", "k", "groups", "sizes"]).ngroup()))

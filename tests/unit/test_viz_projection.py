@@ -103,9 +103,9 @@ def test_arms_beside_their_projection() -> None:
     known = {"bf16_standard": 100.0, "bf16_deepep": 120.0}
     figure = viz.arms_beside_projection(known, projected, known_words="quoted", words="Words.")
     assert_says(figure, "quoted against derived")
-    circles, squares = figure.data
-    assert (list(circles.y), list(squares.y)) == ([100.0, 120.0], [100.0, 150.0, 110.0])
-    assert list(squares.error_y.array) == pytest.approx([20.0, 30.0, 22.0])
+    bars, diamonds = figure.data
+    assert (list(diamonds.x), list(bars.x)) == ([100.0, 120.0, None], [100.0, 150.0, 110.0])
+    assert notes(figure) == ["<b>100</b> (90 to 120)", "<b>150</b> (135 to 180)", "<b>110</b> (99 to 132)"]
     met = viz.arms_beside_projection(known, projected, known_words="quoted", words="Words.", fitted=True)
     assert_says(met, "found on the arms that are quoted, which is no test")
     assert_says(viz.arms_beside_projection({}, projected, known_words="measured", words="Words."), "derived")
@@ -113,12 +113,11 @@ def test_arms_beside_their_projection() -> None:
 
 def test_gains_and_what_is_left_of_their_product() -> None:
     two = projected_two_by_two()
-    gains, left = (figure := viz.gains_and_interaction(two)).data
+    (marks,) = (figure := viz.gains_and_interaction(two)).data
     percents = {arm: [100 * (end - 1) for end in (one.low, one.value, one.high)] for arm, one in two.gains.items()}
     arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")
-    assert list(gains.x) == pytest.approx([percents[arm][1] for arm in arms])
-    assert left.x[0] == pytest.approx(100 * two.interaction.value)
-    assert left.x[0] - left.error_x.arrayminus[0] == pytest.approx(100 * two.interaction.low)
+    assert list(marks.x) == pytest.approx([*(percents[arm][1] for arm in arms), 100 * two.interaction.value])
+    assert marks.x[-1] - marks.error_x.arrayminus[-1] == pytest.approx(100 * two.interaction.low)
     assert_says(figure, "these steps identify neither", "derived")
     figure = viz.deepep_gain_by_routing(two, two, Estimate(value=26.0, low=-4.0, high=67.0))
     low, value, _ = percents["bf16_deepep"]

@@ -30,7 +30,6 @@ from moelab.viz.draw import (
     draw_limit,
     error_bars,
     in_panel,
-    inside,
     legend_below,
     legend_entry,
     list_rows,
@@ -66,26 +65,24 @@ def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
     """Published bandwidths whose bottleneck is the network, as they are counted and as the network card sees them."""
     drawn = [row for row in rows if row.wire == "network"]
     logical, seen = [row.dispatch_gb_s for row in drawn], [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
-    figure = new_figure(
+    figure = bar_rows(
         f"A quoted figure above {NIC_GB_S:.0f} GB/s is {min(seen):.0f} to {max(seen):.0f} GB/s on the wire",
+        [f"{one.version}, {one.gpu}, EP 8×{one.nodes}{f', {one.sms} SMs' if one.sms else ''}" for one in drawn],
+        {
+            "logical, quoted": (logical, ("#a9cfe8", "")),
+            "on the network, derived": (seen, ("#0072B2", "")),
+        },
+        "GB/s per GPU",
+        unit=":.1f GB/s",
+        numbers=".0f",
+        grouped=True,
         subtitle="Dispatch bandwidth. Light: as DeepEP counts it, a token once for each node, its own node included. "
         "Full: the share 1 − 1/N that leaves the node (derived). SMs: streaming multiprocessors used.",
         note="quoted from DeepEP's README and docs/legacy.md",
-        height=400,
+        row_px=46,
     )
-    labels = [
-        f"{row.version}, {row.gpu}<br>EP 8×{row.nodes}<br>{f'{row.sms} SMs' if row.sms else '–'}" for row in drawn
-    ]
-    for name, values, color, ink in (
-        ("logical, quoted", logical, "#a9cfe8", INK),
-        ("on the network, derived", seen, "#0072B2", "white"),
-    ):
-        texts = inside([f"{value:.0f}" for value in values], anchor="start", size=13, color=ink)
-        figure.add_bar(x=labels, y=values, name=name, marker_color=color, **texts, hovertemplate="%{y:.1f} GB/s")
-    draw_limit(figure, NIC_GB_S, "400 Gb/s<br>card")
-    figure.update_yaxes(title_text="GB/s per GPU", range=[0, 1.05 * max(logical)])
-    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=12)
-    return legend_below(figure.update_layout(barmode="group", bargap=0.3, hovermode="x unified"))
+    draw_limit(figure, NIC_GB_S, "400 Gb/s card", along="x")
+    return figure
 
 
 def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:

@@ -241,6 +241,25 @@ def interval_marks(
     return go.Scatter(x=[value for _, value, _ in ends], y=rows, error_x=bars, mode="markers", **options)
 
 
+def interval_rows(
+    title: str, rows: Mapping[str, tuple[float, float, float]], axis: str, *, subtitle: str, note: str
+) -> go.Figure:
+    """Values with their low and high ends in percent, one below the other, written beside, and a line at zero."""
+    figure = new_figure(title, subtitle=subtitle, note=note, height=130 + 56 * len(rows))
+    look = {
+        "marker": {"size": 10, "color": "#0072B2", "symbol": "square"},
+        "hovertemplate": "%{x:.2f} %<extra></extra>",
+    }
+    figure.add_trace(interval_marks(list(rows), list(rows.values()), color="#0072B2", **look))
+    for name, (low, value, high) in rows.items():
+        write_beside(figure, high, name, f"{value:.1f} % ({low:.1f} to {high:.1f})", px=8)
+    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5})
+    ends = [end for row in rows.values() for end in row]
+    spread = max(ends) - min(*ends, 0)
+    figure.update_xaxes(range=[min(*ends, 0) - 0.06 * spread, max(ends) + 0.45 * spread])
+    return list_rows(figure, axis, showlegend=False)
+
+
 def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int = 0, **font: object) -> None:
     """Write a text to the right of where a bar ends, so many pixels away."""
     place = {"x": x, "y": y, "xanchor": "left", "xshift": px or None}
@@ -253,11 +272,18 @@ def name_map(figure: go.Figure, title: str, x: float, y: float, *, yref: str = "
     figure.add_annotation(text=title, showarrow=False, font={"size": size, "color": INK}, **corner)
 
 
-def draw_limit(figure: go.Figure, y: float, text: str, *, color: str = WARNING, margin_px: int = 90) -> None:
-    """A dashed level across the figure, named in the right margin, where no bar is."""
-    figure.add_hline(y=y, line={"color": color, "width": 1.5, "dash": "dash"})
-    place = {"x": 1, "xref": "x domain", "xanchor": "left", "xshift": 6, "y": y, "align": "left"}
-    figure.add_annotation(text=text, showarrow=False, font={"size": 13, "color": color}, **place)
+def draw_limit(
+    figure: go.Figure, value: float, text: str, *, along: str = "y", color: str = WARNING, margin_px: int = 90
+) -> None:
+    """A dashed level across the figure, named where no bar is: in the right margin, or of ``along="x"`` above."""
+    line = {"color": color, "width": 1.5, "dash": "dash"}
+    name = {"text": text, "showarrow": False, "font": {"size": 13, "color": color}}
+    if along == "x":
+        figure.add_vline(x=value, line=line)
+        figure.add_annotation(**name, x=value, y=1, yref="paper", yanchor="bottom")
+        return
+    figure.add_hline(y=value, line=line)
+    figure.add_annotation(**name, x=1, xref="x domain", xanchor="left", xshift=6, y=value, align="left")
     figure.update_layout(margin_r=margin_px)
 
 

@@ -16,7 +16,7 @@ from moelab.hardware import known_gpu
 from moelab.traces.against import Comparison, GemmRate
 from moelab.traces.categories import COMMUNICATION, STRAGGLERS
 from moelab.traces.explanation import Explanation, stretch_of
-from moelab.viz.draw import Look, bar_rows, draw_limit, fill, legend_below
+from moelab.viz.draw import Look, bar_rows, draw_limit, legend_below
 from moelab.viz.theme import OTHER, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
@@ -139,28 +139,28 @@ def _host_work(where: str) -> str:
 
 def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
     """What matrix products reach, beside the peaks of the datasheet of the GPU, which is named as in the trace."""
-    figure = new_figure(
+    products = dict.fromkeys(f"{one.part}, {one.phase}" for row in rates.values() for one in row)
+    reached = {name: {f"{one.part}, {one.phase}": one.tflops for one in row} for name, row in rates.items()}
+    figure = bar_rows(
         "What matrix products reach in a traced step",
+        list(products),
+        {
+            plot_text(name): ([row.get(product, 0.0) for product in products], look)
+            for (name, row), look in zip(reached.items(), _STEPS * len(reached), strict=False)
+        },
+        "TFLOP/s",
+        unit=":,.0f TFLOP/s",
+        grouped=True,
         subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
         "recomputation is left out. Dashed: the datasheet's dense peaks.",
         note=_known(replayed),
-        height=430,
+        row_px=30 + 16 * len(rates),
     )
-    for (name, row), look in zip(rates.items(), _STEPS * len(rates), strict=False):
-        figure.add_bar(
-            x=[f"{one.part},<br>{one.phase}" for one in row],
-            y=[one.tflops for one in row],
-            name=plot_text(name),
-            marker=fill(*look),
-            hovertemplate="%{x}: %{y:,.0f} TFLOP/s<extra></extra>",
-        )
-    known = known_gpu(gpu)
-    most = max(one.tflops for row in rates.values() for one in row)
+    known, most = known_gpu(gpu), max(max(row.values()) for row in reached.values())
     for name, peak in {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops}.items() if known else ():
         if peak and float(peak) < 2.2 * most:  # a peak far above all bars would flatten them
-            draw_limit(figure, float(peak), f"{name} peak")
-    figure.update_yaxes(title_text="TFLOP/s", rangemode="tozero").update_layout(barmode="group")
-    return legend_below(figure)
+            draw_limit(figure, float(peak), f"{name} peak", along="x")
+    return figure
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:

@@ -31,7 +31,14 @@ _PARTS: Mapping[Kind, tuple[str, Look]] = {
     "cast weights": ("cast weights", ("#CC79A7", "")),
     "scales": ("scales into blocks", ("#5f6b7a", "")),
 }
-_LINES = (("#0072B2", "circle"), ("#56B4E9", "diamond"), ("#D55E00", "square"), ("#E69F00", "triangle-up"))
+_LINES = (
+    ("#0072B2", "circle"),
+    ("#56B4E9", "diamond"),
+    ("#D55E00", "square"),
+    ("#E69F00", "triangle-up"),
+    ("#009E73", "x"),
+    ("#CC79A7", "star"),
+)
 GROUPS = 8
 """Local experts of the map's products."""
 ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
@@ -42,38 +49,26 @@ _GAIN_COLORS = [[0.0, "#B2500A"], [0.25, "#E8A87C"], [0.5, "#FFFFFF"], [0.75, "#
 
 
 def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *, replayed: bool) -> go.Figure:
-    """Measured speed-up over BF16, a line for each weight shape with 8 even groups; other cases as grey marks."""
+    """Measured speed-up over BF16, a line for each weight shape and grouping."""
     table = result.speedups(precision)
     figure = new_figure(
         f"{LABELS[precision]} against BF16: above the line the 8-bit format saves time",
         subtitle="forward + backward of one grouped product; medians, n = "
-        f"{int(result.rows['n_times'].min())} or more; 8 even groups, but for the grey marks",
+        f"{int(result.rows['n_times'].min())} or more; experts of even sizes, 8 of them, where nothing else is said",
         note=("replayed: " if replayed else "") + result.stamp,
     )
-    regular = table[(table["groups"] == 8) & (table["sizes"] == "even")]
-    for ((n, k), cases), (color, symbol) in zip(
-        regular.sort_values("m").groupby(["n", "k"], sort=False), itertools.cycle(_LINES), strict=False
-    ):
+    lines = table.sort_values("m").groupby(["n", "k", "groups", "sizes"], sort=False)
+    for ((n, k, groups, sizes), cases), (color, symbol) in zip(lines, itertools.cycle(_LINES), strict=False):
+        of = "" if (groups, sizes) == (8, "even") else f", {groups} {sizes}"
         figure.add_scatter(
             x=cases["m"],
             y=cases["speedup"].round(4),
-            name=f"N {n}, K {k}",
+            name=f"N {n}, K {k}{of}",
             mode="lines+markers",
             line={"color": color, "width": 2},
             marker={"symbol": symbol, "size": 10},
             customdata=cases[["bf16_us", "low_us"]].round(1),
             hovertemplate="M %{x}: %{y:.3f}<br>BF16 %{customdata[0]} µs, 8-bit %{customdata[1]} µs",
-        )
-    odd = table.drop(regular.index)
-    if len(odd):
-        figure.add_scatter(
-            x=odd["m"],
-            y=odd["speedup"].round(4),
-            name="other groups (hover for which)",
-            mode="markers",
-            marker={"symbol": "x", "size": 9, "color": MUTED},
-            customdata=[f"{row.groups} {row.sizes}" for row in odd.itertuples()],
-            hovertemplate="%{customdata} groups, M %{x}: %{y:.3f}",
         )
     figure.add_hline(y=1, line={"color": INK, "width": 1, "dash": "dash"})
     ticks = sorted(set(table["m"]))

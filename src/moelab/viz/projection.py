@@ -33,21 +33,14 @@ from moelab.planning.trust import Estimate
 from moelab.viz.draw import (
     Look,
     bar_rows,
-    draw_arm_axis,
-    error_bars,
-    interval_marks,
-    legend_below,
-    list_rows,
-    panels,
+    interval_rows,
     running_rows,
-    write_beside,
 )
 from moelab.viz.table import TableView, as_table
-from moelab.viz.theme import INK, MUTED, NARROW, OTHER, WIDE, in_order, new_figure, wrap
+from moelab.viz.theme import INK, NARROW, OTHER, WIDE, in_order, wrap
 from moelab.viz.widget import Explorer, Menu, Slider
 
 _GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
-DERIVED_COLOR = "#0072B2"
 NOTE = "derived: the step-time model, not a profile"
 
 
@@ -146,62 +139,38 @@ def arms_beside_projection(
     """
     arms = list(dict.fromkeys([*projected, *known]))
     found = f" The constants were found on the arms that are {known_words}, which is no test of them." if fitted else ""
-    figure = new_figure(
+    ends = [
+        f"<b>{one.value:,.0f}</b> ({one.low:,.0f} to {one.high:,.0f})" if (one := projected.get(arm)) else ""
+        for arm in arms
+    ]
+    values = [projected[arm].value if arm in projected else 0.0 for arm in arms]
+    figure = bar_rows(
         "Projected throughput by arm",
-        subtitle=f"{words} {f'Circles: {known_words}. ' if known else ''}Squares: projected, with the "
-        f"{'range' if fitted else '90 % interval'}.{found}",
+        [wrap(arm_label(arm), 20) for arm in arms],
+        {"projected": (values, ("#a9cfe8", ""))},
+        "tokens/s per GPU",
+        unit=":,.0f tokens/s",
+        subtitle=f"{words} In brackets: {'the range over all constants' if fitted else 'the 90 % interval'}.{found}",
         note=f"{known_words} against derived" if known else "derived: the step-time model",
+        row_px=56,
+        ends=ends,
+        diamonds=(known_words, [known.get(arm) for arm in arms]) if known else None,
     )
-    spans = [(one.low, one.value, one.high) for one in projected.values()]
-    circle = {"size": 12, "color": "white", "line": {"color": INK, "width": 2}}
-    square = {"size": 10, "color": DERIVED_COLOR, "symbol": "square"}
-    shown: tuple[tuple[str, Mapping[str, float], float, str, dict[str, object]], ...] = (
-        (known_words, known, -0.12, "left", {"marker": circle}),
-        (
-            "projected",
-            {arm: one.value for arm, one in projected.items()},
-            0.12,
-            "right",
-            {"marker": square, "error_y": error_bars(spans, thickness=1.5, width=5)},
-        ),
-    )
-    for name, tps, aside, side, look in shown:
-        figure.add_scatter(
-            x=[arms.index(arm) + aside for arm in tps],
-            y=list(tps.values()),
-            mode="markers+text",
-            name=name,
-            text=[f"{one:,.0f}" for one in tps.values()],
-            textposition=f"middle {side}",
-            hovertemplate="%{y:,.0f} tokens/s<extra></extra>",
-            **look,
-        )
-    draw_arm_axis(figure, arms)
-    # Ends of the intervals count too: plotly does not stretch a given range for error bars.
-    highest = max([*known.values(), *(one.high for one in projected.values())])
-    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.1 * highest], tickformat=",")
-    return legend_below(figure)
+    return figure.update_xaxes(range=[0, 1.4 * max([*known.values(), *values])])
 
 
 def gains_and_interaction(projected: TwoByTwo) -> go.Figure:
     """Projected gains over BF16 with the standard all-to-all, and how far they are from multiplying."""
-    figure = panels(
+    gains = {wrap(arm_label(arm), 20): _percent(projected.gains[arm]) for arm in in_order(projected.gains)}
+    left = projected.interaction
+    return interval_rows(
         "Gains that meet the published steps, and what is left of their product",
-        ("gain over BF16 + standard all-to-all", "gain of both over<br>the product of each"),
+        {**gains, "gain of both over<br>the product of each": (100 * left.low, 100 * left.value, 100 * left.high)},
+        "gain over BF16 + standard all-to-all (%)",
         subtitle="Medians and ranges over all constants that meet the three published steps; these steps identify "
         "neither the gain of MXFP8 alone nor the interaction.",
         note="derived: MXFP8 + standard all-to-all was never published",
-        height=330,
-        spacing=0.17,
-        widths=(0.66, 0.34),
     )
-    gains = {wrap(arm_label(arm), 20): _percent(projected.gains[arm]) for arm in in_order(projected.gains)}
-    left = projected.interaction
-    _draw_intervals(figure, gains, row=1, col=1)
-    _draw_intervals(figure, {"interaction": (100 * left.low, 100 * left.value, 100 * left.high)}, row=1, col=2)
-    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5}, row=1, col=2)
-    figure.update_xaxes(title_text="gain (%)", rangemode="tozero", col=1)
-    return figure.update_xaxes(title_text="interaction (%)", col=2)
 
 
 def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) -> go.Figure:
@@ -209,33 +178,21 @@ def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) ->
 
     Both two-by-twos are by all constants that meet the published steps; ``own`` is percent by the model's own.
     """
-    rows = {
-        "forced balance:<br>as published": _percent(forced.gains["bf16_deepep"]),
-        "random routing: constants<br>that meet the published steps": _percent(random.gains["bf16_deepep"]),
-        "random routing: the model's own<br>constants, 90 % interval": (own.low, own.value, own.high),
-    }
-    low, high = (pick(ends for row in list(rows.values())[1:] for ends in row) for pick in (min, max))
-    figure = new_figure(
+    open_ends = (_percent(random.gains["bf16_deepep"]), (own.low, own.value, own.high))
+    low, high = min(open_ends[0][0], own.low), max(open_ends[0][2], own.high)
+    return interval_rows(
         f"Under random routing DeepEP gains anything from {low:+.0f} to {high:+.0f} %",
+        {
+            "forced balance:<br>as published": _percent(forced.gains["bf16_deepep"]),
+            "random routing: constants<br>that meet the published steps": open_ends[0],
+            "random routing: the model's own<br>constants, 90 % interval": open_ends[1],
+        },
+        "gain of DeepEP (%)",
         subtitle="BF16, 671B on 256 × B200, over the standard all-to-all. Published: one run of each arm under forced "
         "balance, where every token goes to one rank. The model's own constants serve all public steps at once, under "
         "today's software; the others meet the three published steps with that of March 2026.",
         note=NOTE,
-        height=300,
     )
-    _draw_intervals(figure, rows)
-    for name, (_, value, end) in rows.items():
-        write_beside(figure, end, name, f"{round(value):+d} %", px=8)
-    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5})
-    return figure.update_xaxes(title_text="gain of DeepEP (%)", range=[1.1 * min(low, 0) - 5, 1.15 * high + 5])
-
-
-def _draw_intervals(figure: go.Figure, rows: Mapping[str, tuple[float, float, float]], **place: object) -> None:
-    """Values with their low and high ends, one below the other."""
-    look = {"marker": {"size": 10, "color": DERIVED_COLOR, "symbol": "square"}}
-    hover = "%{x:.2f} %<extra></extra>"
-    marks = interval_marks(list(rows), list(rows.values()), color=DERIVED_COLOR, hovertemplate=hover, **look)
-    list_rows(figure.add_trace(marks, **place), showlegend=False)
 
 
 def _percent(ratio: Estimate) -> tuple[float, float, float]:
