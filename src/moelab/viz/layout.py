@@ -277,7 +277,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
         else f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known",
         subtitle=f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}.",
         note="predicted, not measured",
-        height=430,
+        height=340 if width == NARROW else 430,
         width=width,
     )
     for part in PARTS:

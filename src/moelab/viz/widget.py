@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 MARKED = f"border-left:4px solid {WARNING};padding-left:10px;line-height:1.4"
 """Style of words that warn: their colour is the page's, which may be dark."""
-CONTROL_PX: Final = 150
-"""Of an explorer's control beside its label: with a ``NARROW`` figure it stands in a window of 1280 px."""
+CONTROL_PX: Final = 288
+"""Width of an explorer's control with its label: beside a ``NARROW`` figure it stands in a window of 1280 px."""
 
 
 def make_panel(
@@ -210,16 +210,15 @@ class Explorer:
         self.words, self.reasons = widgets.HTML(), {name: widgets.HTML() for name in controls}
         self.plots = live_figures({"figure": None})
         label_px = round(7.3 * max(len(control.label) for control in controls.values()))
-        control_px = label_px + CONTROL_PX
         rows = []
         for name, control in self.controls.items():
-            size_control(control, label_px, control_px)
+            size_control(control, label_px, CONTROL_PX)
             self.reasons[name].layout.width = control.layout.width
             rows.append(widgets.VBox([control, self.reasons[name]], layout={"flex": "0 0 auto"}))
             control.observe(self._moved, names="value")
         left = in_rows(rows)
         # The figure takes all room that the controls leave.
-        left.layout.flex, left.layout.align_content = f"1 0 {control_px + 4}px", "flex-start"
+        left.layout.flex, left.layout.align_content = f"1 0 {CONTROL_PX + 4}px", "flex-start"
         self.plots.layout = {"flex": f"100 1 {NARROW}px", "min_width": "0"}
         self.panel = make_panel([self.words, in_rows([left, self.plots])])
         self._syncing = False
