@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 from validation.published import published_job
+from validation.shapes import tps_of
 
 from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.experiment import Experiment
 from moelab.model import flops_per_token, shape_for
 from moelab.planning.plan import plan
 from moelab.planning.time.calibration import CALIBRATION
-from moelab.planning.time.step import tps_of
 
 RUN = Experiment(**SIMULATED)
 FLOPS = flops_per_token(shape_for(RUN), RUN.seq_len)

@@ -48,8 +48,9 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="print the fitted constants, found again")
     options = parser.parse_args()
     if options.fit:
-        for name, constant in fitted(refit()).items():
-            print(f"{name}: {constant.value:.7g}")
+        found = refit()
+        for name in fitted():
+            print(f"{name}: {getattr(found, name):.7g}")
         return
     if options.write:
         content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())

@@ -23,12 +23,12 @@ from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_me
 from moelab.planning.memory import estimate
 from moelab.planning.time.calibration import CALIBRATION, Calibration
 from moelab.planning.time.job import Job
-from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.time.step import step_parts_s
 from moelab.planning.trust import CONFIDENCE, DEVIATIONS, outside, relative_width
 
 from .node import EP_DEGREES, ROUTINGS, SCALING, hardware_of, node_results
 from .published import drawn
-from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job
+from .shapes import ALL_SHAPES, DEEPEST, NODE_SHAPES, SMALL, Shape, arm_of, thin_experiment, thin_job, tps_of
 
 HARDWARE = ("h100_node", "h200_node")
 STOCK = "bf16_standard"

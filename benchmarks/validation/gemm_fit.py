@@ -47,7 +47,7 @@ B200_FREE = (
 )
 GEMMS: tuple[Kind, ...] = ("gemm",)
 CASTS: tuple[Kind, ...] = ("cast rows", "cast columns", "cast weights")
-H100_FREE = ("hopper_grouped", "hopper_low", "hopper_cast")
+H100_FREE = ("hopper_gemm", "hopper_low", "hopper_cast")
 
 
 # Observations
@@ -293,7 +293,7 @@ def fit(
         calibration = calibration_of(logs)
         return np.array([math.log(one.predict(calibration) / one.value) / SPREAD[one.kind] for one in fitted])
 
-    first = np.log([float(getattr(start, name)) for name in free])
+    first = np.log([getattr(start, name) for name in free])
     stop = {"ftol": tolerance, "xtol": tolerance}
     # a factor of a thousand either way: a constant that the data do not hold stops there instead of leaving the floats
     solution = least_squares(weighted_errors, first, loss="soft_l1", bounds=(first - 7, first + 7), **stop)
@@ -381,4 +381,4 @@ def _rounded(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _values(calibration: Calibration, free: Sequence[str]) -> list[float]:
-    return [float(f"{float(getattr(calibration, name)):.6g}") for name in free]
+    return [float(f"{getattr(calibration, name):.6g}") for name in free]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.experiment import EPBackend, Precision
-from moelab.hardware import B200, GPUS, NIC_400G, Node
+from moelab.hardware import B200, GPUS, Node
 from moelab.layout.sharding import Degrees
 from moelab.micro.grouped_gemm import Case as Size
 from moelab.micro.grouped_gemm import GroupedPrecision
@@ -25,22 +25,19 @@ from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, Measurement, Row,
 from moelab.planning.memory.activations import BF16, Work
 from moelab.planning.tables import ValidationRow
 from moelab.planning.time.calibration import Calibration
-from moelab.planning.time.exchange import (
-    PERMUTATIONS,
-    QUOTED,
-    QuotedBandwidth,
-    exchange_time_s,
-)
-from moelab.planning.time.gemm import Rates, grouped_time_s, rates_of
-from moelab.planning.time.job import Job, Stack
-from moelab.planning.time.memory_bound import memory_rate
+from moelab.planning.time.exchange import QUOTED, QuotedBandwidth, exchange_time_s
+from moelab.planning.time.gemm import Rates, grouped_time_s, memory_rate, rates_of
+from moelab.planning.time.job import EXPANDED, STANDARD_COMPILED, Job, Stack
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 
 from .gemm_fit import b200_observations, cast_us, h100_observations, step_us
+from .steps import FUSED
 
 HERE = Path(__file__).parent
 DEEPEP, H100_KERNELS, H200_EXCHANGES, TORCHAO = "DeepEP", "H100 micro-experiments", "H200 exchanges", "torchao"
 DATES = {"V1": "2025-02", "V2": "2026-03"}
+NIC_GB_S = 50.0
+"""Of the 400 Gb/s cards that DeepEP's tables are of."""
 EP_ROWS = 131_072
 """Rows of torchao's pipeline and MoE layers; its README gives ``total_M`` 131,072."""
 DEEPEP_ALONE_S = 346e-6
@@ -194,11 +191,9 @@ def _logical_gb_s(row: QuotedBandwidth) -> Predict:
 
     def predict(calibration: Calibration) -> float:
         if row.wire == "network":
-            wire = float(NIC_400G) * float(
-                calibration.deepep_v1_network if row.version == "V1" else calibration.deepep_network
-            )
+            wire = NIC_GB_S * calibration.deepep_network
         else:
-            wire = float(gpu.nvlink_gb_s or 0) * float(calibration.deepep_nvlink)
+            wire = float(gpu.nvlink_gb_s or 0) * calibration.nvlink
         return wire / row.on_wire_gb_s(1.0)
 
     return predict
@@ -211,13 +206,13 @@ def _wire(gpu: str, row: Row) -> Predict:
     work = replace(job.work, backend=EPBackend(row["backend"]))
     job = replace(job, work=work, routing=RoutingModel(kind=row["routing"]))
     place = ("dispatch", "combine", "combine_backward", "dispatch_backward").index(row["operation"])
-    copies = PERMUTATIONS["deepep expanded"].copies[place] if row["layout"] == "expanded" else 0.0
+    copies = EXPANDED.copies[place] if row["layout"] == "expanded" else 0.0
 
     def predict(calibration: Calibration) -> float:
         copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / memory_rate(job, calibration)
         wire_s = exchange_time_s(job, calibration, BYTES_PER_ELEMENT["bf16"])
         if job.work.backend is EPBackend.DEEPEP:  # alone its kernel waits for the host; in a step the GPU does
-            wire_s += DEEPEP_ALONE_S - float(calibration.deepep_s)
+            wire_s += DEEPEP_ALONE_S - calibration.deepep_s
         return 1e6 * (wire_s + copies * copy_s)
 
     return predict
@@ -228,7 +223,7 @@ def exchange_job(gpu: str, *, ep: int, shape: ModelShape, tokens: int) -> Job:
     return Job(
         shape=shape,
         node=Node(gpu=GPUS[gpu], gpus=8),
-        stack=Stack(name="part", permutation="standard compiled"),
+        stack=Stack(name="part"),
         work=Work(tokens=tokens, ep=ep),
         seq_len=4096,
         microbatches=1,
@@ -252,7 +247,7 @@ def _pipeline(inputs: Inputs) -> Predict:
         low, high = (exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (precision, "bf16"))
         sizes = (EP_ROWS, hidden, dim, 8, multiplied, rates_of(B200, calibration))
         forward_s = grouped_time_s(*sizes, direction="forward")
-        copies = PERMUTATIONS["fused"].copies
+        copies = FUSED.copies
         copy_s = 2 * BF16 * EP_ROWS * dim / memory_rate(job, calibration)
         if inputs["direction"] == "forward":
             return 1e3 * (low + high + forward_s + sum(copies[:2]) * copy_s)
@@ -265,7 +260,7 @@ def _pipeline(inputs: Inputs) -> Predict:
 def _layer_gain(inputs: Inputs) -> Predict:
     """Speed-up of a whole MoE layer with 8 local experts by MXFP8."""
     dim, hidden = inputs["dim"], inputs["hidden"]
-    moved = BF16 * EP_ROWS * (2 * dim * sum(PERMUTATIONS["standard compiled"].copies) + 9 * hidden)
+    moved = BF16 * EP_ROWS * (2 * dim * sum(STANDARD_COMPILED.copies) + 9 * hidden)
 
     def layer_s(precision: GroupedPrecision, rates: Rates) -> float:
         first, last = ((EP_ROWS, n, k, 8, precision, rates) for n, k in ((hidden, dim), (dim, hidden)))

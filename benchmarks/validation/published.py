@@ -22,24 +22,30 @@ from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
 from moelab.judge.published import THROUGHPUT
 from moelab.layout import check
-from moelab.planning.time.calibration import CALIBRATION, Calibration, with_values
-from moelab.planning.time.job import MODEL_OF_ROUTING, Job, job_of, titan
-from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.time.calibration import CALIBRATION, CONSTANTS, Calibration, with_values
+from moelab.planning.time.job import MODEL_OF_ROUTING, STANDARD, Job, Permutation, job_of, titan
+from moelab.planning.time.step import step_parts_s
 from moelab.planning.trust import Estimate
 from moelab.titan.arms import named_arms
+
+from .shapes import tps_of
 
 ARMS = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 DRAWS, SEED, RUN_TO_RUN = 100, 20261128, 0.02
 UNKNOWN = {
     "nccl_network": (0.6, 1.0),
-    "deepep_v1_network": (0.15, 0.9),
-    "flex_blackwell": (0.3, 1.0),
+    "deepep_network": (0.15, 0.9),
+    "flex_forward": (0.1, 0.3),
     "launch_s": (40e-6, 140e-6),
 }
 """What nobody published of that cluster and its software, and what it may have been: shares of the network card that
-NCCL and DeepEP reached, FlexAttention's rate, and the host's time of a launch."""
+NCCL and DeepEP reached, FlexAttention's rates, and the host's time of a launch."""
 SOLVED = {"wait_s": (0.0, 10e-3), "deepep_s": (50e-6, 10e-3), "blackwell_grouped": (0.15, 0.7)}
 """What the three steps decide, given all else, and within which limits a value is possible."""
+
+
+DENSE = Permutation((2.55, 7.95, 7.25, 1.73), 25)
+"""TorchTitan's own over DeepEP, whose rows PyTorch permutes (``all_to_all_h100.json``)."""
 
 
 def published_job(arm: str) -> Job:
@@ -50,8 +56,7 @@ def published_job(arm: str) -> Job:
     stack = replace(
         titan(experiment),
         name="TorchTitan, March 2026",
-        permutation="deepep dense" if experiment.ep_backend is EPBackend.DEEPEP else "standard",
-        deepep_v1=True,
+        permutation=DENSE if experiment.ep_backend is EPBackend.DEEPEP else STANDARD,
     )
     return job_of(experiment, layout, cluster_of(experiment.hardware).node, stack=stack)
 
@@ -63,9 +68,8 @@ CONSTANT_SPREAD = {"measured": 0.05, "quoted": 0.10, "fitted": 0.10, "assumed": 
 def drawn(calibration: Calibration, random: np.random.Generator) -> Calibration:
     """Constants drawn anew around their values, log-normally, each by its :data:`CONSTANT_SPREAD`."""
     values = {
-        name: constant.value * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
-        for name, constant in calibration.constants.items()
-        if constant.value  # what is zero stays so
+        name: getattr(calibration, name) * float(np.exp(random.normal(0, CONSTANT_SPREAD[constant.how])))
+        for name, constant in CONSTANTS.items()
     }
     return with_values(calibration, **values)
 
@@ -108,7 +112,7 @@ def _solved(jobs: Sequence[Job], calibration: Calibration, random: np.random.Gen
     low, high = np.array(list(SOLVED.values())).T
     low[2], high[2] = 1 / high[2], 1 / low[2]  # a step is linear in the inverse of a rate, not in the rate
     low[0] = high[0] / 1e6  # no constant is zero
-    x, steps = np.array([1e-3, 1e-3, 1 / float(calibration.blackwell_grouped)]), np.diag([1e-3, 1e-3, 0.2])
+    x, steps = np.array([1e-3, 1e-3, 1 / calibration.blackwell_grouped]), np.diag([1e-3, 1e-3, 0.2])
     late = late_s(x)
     slopes = np.array([(late_s(x + step) - late) / step.sum() for step in steps]).T  # once: a step is almost linear
     for _ in range(4):
@@ -184,7 +188,7 @@ def _estimate(values: np.ndarray) -> Estimate:
 MEASUREMENTS = {
     "wait_s": "a trace of one published step: how long ranks wait at their exchanges",
     "deepep_s": "DeepEP alone on four nodes: its time beside its bytes",
-    "deepep_v1_network": "DeepEP alone on four nodes: its rate",
+    "deepep_network": "DeepEP alone on four nodes: its rate",
     "nccl_network": "the standard all-to-all alone on four nodes",
     "blackwell_grouped": "BF16 grouped products in a step on one GPU",
 }
@@ -199,7 +203,7 @@ def remaining(forced: Sampled, random: Sampled) -> dict[str, float]:
     gain = random.samples["bf16_deepep"] / random.samples["bf16_standard"]
     answers = (forced.samples["mxfp8_standard"], gain, _interaction(forced.samples))
     measured = {
-        words: np.array([float(getattr(one, name)) for one in forced.constants]) for name, words in MEASUREMENTS.items()
+        words: np.array([getattr(one, name) for one in forced.constants]) for name, words in MEASUREMENTS.items()
     }
     measured["a run of the missing arm"] = forced.samples["mxfp8_standard"]
     measured["a run of BF16 with DeepEP under random routing"] = random.samples["bf16_deepep"]

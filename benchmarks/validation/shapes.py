@@ -10,7 +10,9 @@ from moelab.experiment import Experiment, Precision
 from moelab.hardware import cluster_of
 from moelab.layout import check
 from moelab.model import ModelShape, shape_of
+from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.job import Job, job_of
+from moelab.planning.time.step import step_parts_s
 
 from .node import SCALING
 
@@ -106,6 +108,11 @@ def thin_job(shape: Shape, arm: Mapping[str, Any], *, gpus: int = 2, hardware: s
     layout = check(experiment).layout
     assert layout is not None, "one node and no pipeline"
     return job_of(experiment, layout, cluster_of(hardware).node, shape=shape.thin(gpus))
+
+
+def tps_of(job: Job, calibration: Calibration) -> float:
+    """Tokens per second per GPU."""
+    return job.tokens_per_gpu / sum(step_parts_s(job, calibration).values())
 
 
 def as_in_november(job: Job) -> Job:

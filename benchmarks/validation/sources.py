@@ -5,5 +5,5 @@ from __future__ import annotations
 from moelab.planning.tables import ONE_NODE, OWN
 
 PUBLISHED, BRIDGE_SOURCE, NOUS = ("PyTorch and Nebius", "Megatron-Bridge", "NousResearch")
-H100_FIRST, H100_LATER, _, NOW = OWN
+H100_FIRST, H100_LATER, _, NOW, _ = OWN
 assert OWN[2] == ONE_NODE

@@ -9,7 +9,8 @@ kind                 ``seen`` while the form of the model was chosen, or ``blind
                      row that a constant was fitted on is named by the constant (``fitted_on`` in calibration.yaml)
 stack                ``torchtitan`` (0.3.0 and this project's dispatchers), ``torchtitan, own dispatchers`` (before
                      0.3.0, where nothing around the exchange was compiled), or ``megatron``, with ``graphs`` (CUDA
-                     graphs launch most kernels) and ``overlap`` (exchange beside compute)
+                     graphs launch most kernels) and ``overlap`` (exchange beside compute); with both, the experts'
+                     products are one launch, for a graph of a whole step cannot know how many rows each has
 model                of an experiment, or a published one by the name that ``--from-hf`` takes
 *_layers, experts    of a thinner model, or with multi-token prediction, which is a layer and a second head (``mtp``)
 activation_checkp.   for Megatron also the modules that it recomputes: ``mla`` (up-projections), ``mlp``, ``norm+act``
@@ -40,10 +41,11 @@ from moelab.model.hugging_face import read_model
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
 from moelab.planning.tables import ValidationRow
-from moelab.planning.time.job import Job, Stack, job_of, titan
+from moelab.planning.time.job import STANDARD, Job, Permutation, Stack, job_of, titan
 
 from .full_node import node_job
 from .node import hardware_of, node_results
+from .published import DENSE
 from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
 from .sources import H100_LATER, NOW
 
@@ -51,16 +53,20 @@ HERE = Path(__file__).parent
 ROW_CELLS = ("source", "name", "date", "kind", "unit", "inferred", "reference")
 IN_MEGATRON = ("mla", "mla+mlp", "norm+act")
 """Checkpointing that an experiment has no word for."""
+FUSED = Permutation((1.0, 1.0, 1.0, 1.0), 12)
+"""TransformerEngine's: one copy each."""
 MEGATRON = Stack(
     name="Megatron-LM",
-    attention="fused",
-    expert_gemm="library",
-    permutation="fused",
+    fused_attention=0.55,  # FlashAttention-3 forward and backward on H100, causal (arXiv 2407.08608)
+    expert_gemm="streams",
+    permutation=FUSED,
     loss_chunks=1,
-    host="library",
+    launch_s=52.6e-6,
     distributed_optimizer=True,
 )
 """With TransformerEngine, fused permutation and fused cross-entropy; full sequences, no document mask."""
+LAUNCHES_FITTED_ON = "Qwen3-30B, 8 × B200, EP8, MBS 1"
+"""A micro-batch so small that the GPU waits for the host: Megatron's time of a launch is what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +163,13 @@ def _stack(name: str, experiment: Experiment) -> Stack:
         return replace(
             MEGATRON,
             low_linears=True,
-            host="graphs" if "graphs" in extras else "library",
+            launch_s=0.0 if "graphs" in extras else MEGATRON.launch_s,
             exchange_overlapped="overlap" in extras,
+            expert_gemm="library" if {"graphs", "overlap"} <= set(extras) else MEGATRON.expert_gemm,
         )
     if base == "torchtitan":
         return titan(experiment)
-    permutation = "standard" if experiment.ep_backend == "standard" else "deepep dense"
-    return replace(titan(experiment), name=base, permutation=permutation, deepep_v1=True)  # type: ignore[arg-type]
+    return replace(titan(experiment), name=base, permutation=STANDARD if experiment.ep_backend == "standard" else DENSE)
 
 
 def megatron_stages(shape: ModelShape, number: int, *, mtp: bool = False) -> tuple[StageModules, ...]:

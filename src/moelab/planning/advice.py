@@ -30,7 +30,7 @@ from moelab.planning.search import Candidate, SearchResult, chosen_fields, searc
 from moelab.planning.time.calibration import CALIBRATION, Calibration
 from moelab.planning.trust import Estimate
 
-ORDER = "low end of the 90 % interval of tokens/s per GPU, so what nobody has measured must be clearly faster"
+ORDER = "tokens/s per GPU; of what is extrapolated, the low end of its 90 % interval"
 MUCH_WAITING = 0.2
 """Share of a step that the GPU is idle, from which on the answer names it beside the gain of faster products."""
 PLAIN: Mapping[str, Any] = {"precision": Precision.BF16, "ep_backend": EPBackend.STANDARD, "dispatch_precision": "bf16"}

@@ -174,13 +174,15 @@ def project(
             "computed": flops_per_token(job.shape, round(2 * job.keys), causal=True),
         },
         outside=outside(job),
-        notes=tuple(_notes(verdict, job)),
+        notes=tuple(_notes(verdict, job, experiment.attention_backend)),
     )
 
 
-def _notes(verdict: LayoutCheck, job: Job) -> Iterator[str]:
+def _notes(verdict: LayoutCheck, job: Job, attention: str) -> Iterator[str]:
     """What bears on the speed and is not a matter of range."""
     yield from (note for note in verdict.notes if note.startswith("traffic"))
+    if attention not in ("flex", "flex_tiles"):
+        yield f"attention_backend {attention} is not modelled: it is taken to be as fast as flex_tiles"
     if job.pp == 1 and job.microbatches > 1:
         yield "gradients accumulate without a pipeline: measured steps of another stack do so, none of TorchTitan"
 

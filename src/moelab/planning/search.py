@@ -80,7 +80,7 @@ class Candidate:
 class SearchResult:
     """What a search came back with."""
 
-    candidates: tuple[Candidate, ...]  # legal layouts that fit, the highest low end of a 90 % interval first
+    candidates: tuple[Candidate, ...]  # legal layouts that fit, the first by :func:`certain_tps`
     examined: int
     legal: int
     projected: int
@@ -149,18 +149,18 @@ def search(
     grid = _Grid(experiment, cluster, frozenset(fixed), batch, calibration)
     legal = grid.legal()
     fitting: list[Candidate] = []
-    lows: list[float] = []
+    found_tps: list[float] = []
     for most_tps, one in legal:
-        # Its interval begins lower than that of the `limit` best so far, and so do those of all that follow.
-        if len(fitting) == PROJECTED or (len(lows) >= limit and most_tps < lows[-limit]):
+        # It is worse than the `limit` best so far, and so are all that follow.
+        if len(fitting) == PROJECTED or (len(found_tps) >= limit and most_tps < found_tps[-limit]):
             break
         left = grid.headroom_gib(one)
         if left >= 0:
             projection = project(one.facts(grid.given).experiment, cluster, calibration=calibration)
             fitting.append(Candidate(experiment=projection.experiment, headroom_gib=left, projection=projection))
-            insort(lows, projection.interval[0])
+            insort(found_tps, certain_tps(projection))
     result = SearchResult(
-        candidates=tuple(sorted(fitting, key=_low_end, reverse=True)[:limit]),
+        candidates=tuple(sorted(fitting, key=_order, reverse=True)[:limit]),
         examined=grid.examined,
         legal=len(legal),
         projected=len(fitting),
@@ -170,8 +170,13 @@ def search(
     return replace(result, nearest=grid.thriftiest(), enough=grid.enough())
 
 
-def _low_end(candidate: Candidate) -> float:
-    return candidate.projection.interval[0] if candidate.projection else 0.0
+def certain_tps(projection: Projection) -> float:
+    """What a layout is ranked by: its speed, or what it is at least where that is extrapolated."""
+    return projection.interval[0] if projection.outside else projection.tps
+
+
+def _order(candidate: Candidate) -> float:
+    return certain_tps(candidate.projection) if candidate.projection else 0.0
 
 
 class _Layout(NamedTuple):
@@ -209,7 +214,7 @@ class _Grid:
         self._widths: dict[tuple[Any, ...], float] = {}
 
     def legal(self) -> list[tuple[float, _Layout]]:
-        """Legal layouts with a bound of the low end of their interval, tokens/s per GPU; the highest first."""
+        """Legal layouts with a bound of their :func:`certain_tps`; the highest first."""
         layouts = []
         for plain in self.plain():
             examined, pipelines = self._pipelines(plain.pp, plain.local_batch, plain.cp)
@@ -273,13 +278,13 @@ class _Grid:
         return len(schedules) * len(sizes), list(legal.values())
 
     def _most_tps(self, one: _Layout) -> float:
-        """At most what the low end of a layout's interval is, the schedule's bubble aside; tokens/s per GPU."""
+        """At most the :func:`certain_tps` of a layout, the schedule's bubble aside."""
         alike = (one.tp, one.cp, one.ep, one.microbatch, one.activation_checkpoint)
         more = (*alike, one.pp > 1)  # what is extrapolated depends on that too
         if more not in self._widths:
             facts = one.facts(self.given)
             job = job_of(facts.experiment, resolve(facts), self.cluster.node)
-            self._widths[more] = 1 + least_width(extrapolated=bool(outside(job)))
+            self._widths[more] = 1 + least_width(extrapolated=True) if outside(job) else 1.0
             if alike not in self._speeds:  # of one micro-batch: adding up gradients only takes longer
                 seconds = work_s(replace(job, microbatches=1), self.calibration)
                 self._speeds[alike] = job.work.tokens / (seconds * one.tp)  # its tp ranks share the tokens

@@ -22,7 +22,7 @@ from moelab.planning.trust import Estimate
 
 ONE_NODE = "one node, EP 4, before it ran"
 """Source of the rows whose predictions were written down before four H200s ran."""
-OWN = ("H100 arms, first campaign", "H100 arms, later", ONE_NODE, "one node, EP 4")
+OWN = ("H100 arms, first campaign", "H100 arms, later", ONE_NODE, "one node, EP 4", "one H200, EP 1")
 """Sources of this project's own steps."""
 GAIN = "% gain"
 """Unit of rows whose error is in percentage points."""

@@ -93,7 +93,7 @@ def outside(job: Job) -> tuple[str, ...]:
     node, work, shape = job.node, job.work, job.shape
     low, high = SEQUENCES
     # Megatron's published steps are of more GPUs; a node here is all that NVLink joins
-    titan, over_network = job.stack.host == "torch", job.gpus > node.gpus
+    titan, over_network = job.stack.launch_s is None, job.gpus > node.gpus
     parameters = count_parameters(shape).total
     checks = (
         (node.gpu.name not in GPUS_SEEN, f"{node.gpu.name}: validated on {', '.join(GPUS_SEEN)}"),

@@ -272,12 +272,16 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
     blackwell, low = is_blackwell(job.node.gpu), experiment.precision is not Precision.BF16 and not job.emulated
     kind = "blackwell" if blackwell else "hopper"  # each has fits of its own
     attention = explanation.kernels_ms.get("attention", {})
-    exchange = "nccl_nvlink" if job.work.backend is EPBackend.STANDARD else "deepep_s"
-    one_pass = experiment.precision is Precision.FP8 and job.work.one_pass_experts
-    cast = "emulated_cast" if job.emulated else "one_pass_cast" if one_pass else f"{kind}_cast"
+    standard = job.work.backend is EPBackend.STANDARD
+    own_casts = job.emulated or job.work.one_pass_experts  # as fast as a copy, which no constant of their own says
 
-    def part(name: str) -> Predict:
-        return lambda calibration: step_parts_s(job, calibration)[name]
+    def target(constant: str, *names: str) -> tuple[str, float, Predict]:
+        """A constant that is to meet some parts together."""
+        return (
+            constant,
+            sum(measured.get(name, 0.0) for name in names),
+            lambda calibration: sum(step_parts_s(job, calibration)[name] for name in names),
+        )
 
     # Of the stages alone: no bubble, and nothing that comes once a step.
     def in_stages(part: str, *passes: str) -> Predict:
@@ -286,21 +290,31 @@ def _targets(explanation: Explanation, experiment: Experiment, job: Job) -> list
             sum(one[rows, INDEX[part]].sum() for one in stage_times(job, module_times(job, calibration)))
         )
 
-    # DeepEP brings rows into order itself, so there is hardly a copy of which the rate could be read off
-    rows_copied = measured.get("permutation and padding", 0.0) if exchange == "nccl_nvlink" else 0.0
+    products = (  # BF16 has one constant on Hopper, whatever is multiplied
+        [target("hopper_gemm", "other GEMMs", "expert GEMMs")]
+        if not low and not blackwell
+        else [
+            target(f"{kind}_gemm", "other GEMMs"),
+            target(f"{kind}_low" if low else "blackwell_grouped", "expert GEMMs"),
+        ]
+    )
+    wires = (
+        [target("nvlink", "FSDP collectives", "all-to-all")]
+        if standard
+        else [target("nvlink", "FSDP collectives"), target("deepep_s", "all-to-all")]
+    )
     return [
-        ("row_copy", rows_copied, part("permutation and padding")),
-        (f"{kind}_gemm", measured.get("other GEMMs", 0.0), part("other GEMMs")),
-        (f"{kind}_low" if low else f"{kind}_grouped", measured.get("expert GEMMs", 0.0), part("expert GEMMs")),
+        # DeepEP brings rows into order itself, so there is hardly a copy of which the rate could be read off
+        *([target("row_copy", "permutation and padding")] if standard else ()),
+        *products,
         ("flex_forward", (attention.get("forward", 0.0) + attention.get("recompute", 0.0)) * per_step,
          in_stages("attention", "forward", "recompute")),
         ("flex_backward", attention.get("backward", 0.0) * per_step, in_stages("attention", "dgrad", "wgrad")),
-        (cast, measured.get("quantisation", 0.0), part("quantisation")),
-        (exchange, measured.get("all-to-all", 0.0), part("all-to-all")),
-        ("nccl_ring", measured.get("FSDP collectives", 0.0), part("FSDP collectives")),
-        ("optimizer_bytes", measured.get("optimizer", 0.0), part("optimizer")),
-        ("fsdp_copy_bytes", measured.get("memory-bound", 0.0), part("memory-bound")),
+        *(() if own_casts else [target(f"{kind}_cast", "quantisation")]),
+        *wires,
+        target("optimizer_bytes", "optimizer"),
+        target("fsdp_copy_bytes", "memory-bound"),
         ("sync_s", explanation.idle_in_layers_ms * per_step, in_stages("host and waiting")),
         # last, because it takes what sync_s leaves of the same part
-        ("step_s", measured["host and waiting"], part("host and waiting")),
+        target("step_s", "host and waiting"),
     ]  # fmt: skip

@@ -16,8 +16,6 @@ from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from moelab.data import read_yaml
 from moelab.errors import BadInput
 
-_CLOSED = ConfigDict(extra="forbid")
-
 
 def _quotient(value: float | str) -> float:
     """A number, or two as ``884.6 / 2250``."""
@@ -27,84 +25,62 @@ def _quotient(value: float | str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A number and how it is known."""
+    """How a number is known."""
 
     value: Annotated[float, BeforeValidator(_quotient)]
     what: str  # its meaning, with its unit
     how: Literal["measured", "quoted", "fitted", "assumed"]
     source: str  # where it comes from
-    fitted_on: tuple[str, ...] = ()  # rows of the validation table that it makes the model meet
+    fitted_on: tuple[str, ...] = ()  # rows of the validation table that the model meets best with it
 
-    __pydantic_config__ = _CLOSED
-
-    def __float__(self) -> float:
-        return float(self.value)
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calibration:
-    """The constants; :func:`with_values` replaces some."""
+    """Values of the constants; :data:`CONSTANTS` says what each means, :func:`with_values` replaces some."""
 
-    hopper_gemm: Constant
-    blackwell_gemm: Constant
-    hopper_grouped: Constant
-    inner: Constant
-    blackwell_grouped: Constant
-    blackwell_bf16_alone: Constant
-    blackwell_low: Constant
-    blackwell_low_wgrad: Constant
-    blackwell_low_in_step: Constant
-    blackwell_cast: Constant
-    blackwell_scales_us: Constant
-    blackwell_scales_wgrad_us: Constant
-    blackwell_scales_us_per_mrow: Constant
-    hopper_low: Constant
-    hopper_cast: Constant
-    one_pass_cast: Constant
-    emulated_cast: Constant
-    flex_forward: Constant
-    flex_backward: Constant
-    flex_blackwell: Constant
-    tiles_forward: Constant
-    tiles_backward: Constant
-    fused_forward: Constant
-    fused_backward: Constant
-    copy: Constant
-    row_copy: Constant
-    eager_passes: Constant
-    nccl_nvlink: Constant
-    nccl_ring: Constant
-    nccl_pair: Constant
-    nccl_network: Constant
-    deepep_network: Constant
-    deepep_v1_network: Constant
-    deepep_nvlink: Constant
-    deepep_s: Constant
-    collective_s: Constant
-    optimizer_bytes: Constant
-    fsdp_copy_bytes: Constant
-    step_s: Constant
-    data_token_s: Constant
-    launch_s: Constant
-    launch_library_s: Constant
-    sync_s: Constant
-    wait_s: Constant
-    step_noise: Constant
-
-    __pydantic_config__ = _CLOSED
-
-    @property
-    def constants(self) -> dict[str, Constant]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    hopper_gemm: float
+    hopper_low: float
+    hopper_cast: float
+    blackwell_gemm: float
+    blackwell_grouped: float
+    blackwell_bf16_alone: float
+    blackwell_low: float
+    blackwell_low_wgrad: float
+    blackwell_low_in_step: float
+    blackwell_cast: float
+    blackwell_scales_us: float
+    blackwell_scales_wgrad_us: float
+    blackwell_scales_us_per_mrow: float
+    tile_us: float
+    flex_forward: float
+    flex_backward: float
+    flex_tiles: float
+    copy: float
+    row_copy: float
+    eager: float
+    nvlink: float
+    nccl_network: float
+    deepep_network: float
+    deepep_s: float
+    optimizer_bytes: float
+    fsdp_copy_bytes: float
+    step_s: float
+    data_token_s: float
+    launch_s: float
+    sync_s: float
+    wait_s: float
+    node_noise: float
 
 
-CALIBRATION: Calibration = TypeAdapter(Calibration).validate_python(read_yaml("calibration.yaml"))
+CONSTANTS: Mapping[str, Constant] = TypeAdapter(dict[str, Constant]).validate_python(read_yaml("calibration.yaml"))
+CALIBRATION = Calibration(**{name: constant.value for name, constant in CONSTANTS.items()})
 
 
-def fitted(calibration: Calibration = CALIBRATION) -> dict[str, Constant]:
-    """The fitted constants by name."""
-    return {name: constant for name, constant in calibration.constants.items() if constant.how == "fitted"}
+def fitted() -> tuple[str, ...]:
+    """Names of the fitted constants."""
+    return tuple(name for name, constant in CONSTANTS.items() if constant.how == "fitted")
 
 
 def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> Calibration:
@@ -113,14 +89,13 @@ def with_values(calibration: Calibration = CALIBRATION, /, **values: float) -> C
     Raises:
         BadInput: for a constant that does not exist, or a value that is not positive.
     """
-    known = calibration.constants
+    known = [field.name for field in fields(calibration)]
     for name, value in values.items():
         if name not in known:
             raise BadInput(f"there is no constant {name!r}; they are {', '.join(known)}")
         if not 0 < value < math.inf:  # NaN too
             raise BadInput(f"{name} is {value}; give a positive number")
-    changed = {name: replace(known[name], value=value) for name, value in values.items()}
-    return replace(calibration, **changed)
+    return replace(calibration, **values)
 
 
 def value_that_meets(
@@ -133,8 +108,8 @@ def value_that_meets(
     """
     from scipy.optimize import brentq  # a projection solves nothing, and does not wait for scipy
 
-    usual = float(getattr(CALIBRATION, name))  # a constant that was found further off would explain something else
-    low, high = (usual / 20, usual * 20) if usual else (1e-9, 1.0)
+    usual = getattr(CALIBRATION, name)  # a constant that was found further off would explain something else
+    low, high = usual / 20, usual * 20
 
     def late_s(value: float) -> float:
         return predict(with_values(**{**(others or {}), name: value})) - seconds
@@ -190,6 +165,4 @@ def read_calibration(name: str) -> Calibration:
         faults = error.errors() if isinstance(error, ValidationError) else []
         told = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in faults) or error
         raise BadInput(f"{path} is not a calibration that moelab explain --fit wrote: {told}") from None
-    changed = with_values(**content.constants)
-    measured = {"how": "measured", "source": content.source}
-    return replace(changed, **{name: replace(getattr(changed, name), **measured) for name in content.constants})
+    return with_values(**content.constants)

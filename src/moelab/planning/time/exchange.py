@@ -5,17 +5,6 @@ every GPU has a network card, and ranks that share a node share their cards.
 
 What dispatch and combine send is ``traffic.py``'s, wire by wire; NVLink and network work at the same time,
 so the slower one counts. What the GPU waits while the host learns how many rows come is the host's (``step.py``).
-Permutation is measured in copies: one copy reads and writes every row that the experts multiply.
-
-=====================  =====================================================================
-permutation            copies of dispatch, combine, combine's gradient, dispatch's gradient
-=====================  =====================================================================
-standard               not compiled (``all_to_all_h100.json``)
-standard compiled      TorchTitan's, compiled (kernels of ``h100_standard_step.json``)
-deepep dense           stock DeepEP: permuted by PyTorch (``all_to_all_h100.json``)
-deepep expanded        moelab's: DeepEP writes rows in order (the same file)
-fused                  one copy each (TransformerEngine's fused permutation)
-=====================  =====================================================================
 
 DeepEP publishes bandwidths and counts *logical* bytes: a token once for each destination, those that never leave the
 node included. With N nodes a share of 1/N stays, so the network carries 1 − 1/N of the figure.
@@ -31,16 +20,15 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from moelab.data import read_yaml
 from moelab.experiment import EPBackend
 from moelab.model import BYTES_PER_ELEMENT
 from moelab.planning.memory.activations import BF16
 from moelab.planning.time.calibration import Calibration
-from moelab.planning.time.gemm import sms_of
+from moelab.planning.time.gemm import memory_rate, sms_of
 from moelab.planning.time.job import PASS_INDEX, Job, PassName, Times, add_both_ways
-from moelab.planning.time.memory_bound import memory_rate
 
 
 @functools.lru_cache(maxsize=1024)
@@ -56,22 +44,25 @@ def expected_maximum(draws: int) -> float:
     return 0.0 if draws < 2 else NormalDist().inv_cdf((draws - 0.375) / (draws + 0.25))
 
 
+def nvlink_rate(job: Job, calibration: Calibration) -> float:
+    """Bytes a second that a rank moves each way inside a node."""
+    return 1e9 * float(job.node.gpu.nvlink_gb_s or 1) * calibration.nvlink
+
+
+def network_rate(job: Job, calibration: Calibration, *, deepep: bool = False) -> float:
+    """Bytes a second that a rank moves each way between nodes, by NCCL or by ``deepep``."""
+    # without a figure nothing is sent over the network: `on_cluster` has refused what would
+    share = calibration.deepep_network if deepep else calibration.nccl_network
+    return 1e9 * float(job.node.nic_gb_s or 1) * share
+
+
 def ring_time_s(job: Job, calibration: Calibration, whole_bytes: float, ranks: int, *, stride: int = 1) -> float:
     """Seconds to gather or scatter ``whole_bytes`` over ``ranks`` GPUs, neighbours being ``stride`` GPUs apart."""
-    if ranks == 1 or whole_bytes == 0:
-        return 0.0
-    together = max(1, job.node.gpus // stride)  # ranks of the group on one node
-    moved = whole_bytes * (ranks - 1) / ranks
-    nvlink = 1e9 * float(calibration.nccl_ring) * float(job.node.gpu.nvlink_gb_s or 1)
-    if min(ranks, together) == 2:  # two ranks alone keep fewer channels busy than more do
-        nvlink *= float(calibration.nccl_pair)
-    if ranks <= together:
-        return moved / nvlink + float(calibration.collective_s)
-    # without a figure nothing is sent over the network: `on_cluster` has refused what would
-    network = 1e9 * float(calibration.nccl_network) * float(job.node.nic_gb_s or 1) * together
+    together = min(ranks, max(1, job.node.gpus // stride))  # ranks of the group on one node
     nodes = ranks / together
+    nvlink_s = whole_bytes * (ranks - 1) / ranks / nvlink_rate(job, calibration)
     # data goes round in pieces, so the slower kind of link sets the pace and the other adds nothing
-    return max(moved / nvlink, whole_bytes * (nodes - 1) / nodes / network) + float(calibration.collective_s)
+    return max(nvlink_s, whole_bytes * (nodes - 1) / nodes / (together * network_rate(job, calibration)))
 
 
 def fsdp_time_s(job: Job, calibration: Calibration, dense: float, experts: float, element_bytes: float) -> float:
@@ -101,61 +92,32 @@ def add_layer_collectives(times: Times, job: Job, calibration: Calibration) -> N
         add_both_ways(times, category, seconds, seconds, again=job.recomputes_layers)
 
 
-class Permutation(NamedTuple):
-    """What a dispatcher does beside its exchange."""
-
-    copies: tuple[float, float, float, float]
-    """Of dispatch, combine, combine's gradient and dispatch's gradient; see the module."""
-    launches: int  # kernels of dispatch and combine
-
-
-PERMUTATIONS = {
-    "standard": Permutation((2.48, 11.8, 8.2, 5.4), 40),
-    "standard compiled": Permutation((1.5, 3.0, 4.0, 3.3), 40),
-    "deepep dense": Permutation((2.55, 7.95, 7.25, 1.73), 25),
-    "deepep expanded": Permutation((0.5, 0.7, 0.5, 0.8), 15),
-    "fused": Permutation((1.0, 1.0, 1.0, 1.0), 12),
-}
-
-
 def exchange_time_s(job: Job, calibration: Calibration, element_bytes: float) -> float:
-    """Seconds that one exchange is on its wires."""
+    """Seconds that one exchange is on its wires, and what DeepEP takes beside its bytes."""
     if job.work.ep == 1:
         return 0.0
+    deepep = job.work.backend is not EPBackend.STANDARD
     row_bytes = job.work.routed_tokens * job.shape.dim * element_bytes * job.work.imbalance
-    nvlink_gb_s, network_gb_s = reached_gb_s(job, calibration)
-    nvlink_s, network_s = (  # both wires work at once, so the slower one counts below
-        job.rows_sent.nvlink * row_bytes / nvlink_gb_s,
-        job.rows_sent.network * row_bytes / network_gb_s,
+    wires_s = max(  # both wires work at once
+        job.rows_sent.nvlink * row_bytes / nvlink_rate(job, calibration),
+        job.rows_sent.network * row_bytes / network_rate(job, calibration, deepep=deepep),
     )
-    standard = job.work.backend is EPBackend.STANDARD
-    latency = calibration.collective_s if standard or job.stack.host == "graphs" else calibration.deepep_s
-    return max(nvlink_s, network_s) / 1e9 + float(latency)
-
-
-def reached_gb_s(job: Job, calibration: Calibration) -> tuple[float, float]:
-    """What a rank's dispatcher reaches on NVLink and on the network, on the wire."""
-    nvlink, network = float(job.node.gpu.nvlink_gb_s or 1), float(job.node.nic_gb_s or 1)
-    if job.work.backend is EPBackend.STANDARD:
-        pair = float(calibration.nccl_pair) if min(job.work.ep, job.node.gpus) == 2 else 1.0
-        return nvlink * float(calibration.nccl_nvlink) * pair, network * float(calibration.nccl_network)
-    share = calibration.deepep_v1_network if job.stack.deepep_v1 else calibration.deepep_network
-    return nvlink * float(calibration.deepep_nvlink), network * float(share)
+    return wires_s + calibration.deepep_s * (deepep and job.stack.launch_s != 0)
 
 
 def add_exchange(times: Times, job: Job, calibration: Calibration) -> None:
     """Dispatch and combine of one layer, there and back."""
     both = sum(exchange_time_s(job, calibration, BYTES_PER_ELEMENT[one]) for one in (job.dispatch, "bf16"))
     forward, back = (_exposed_s(times, job, passes, both) for passes in (("forward",), ("dgrad", "wgrad")))
-    rate = memory_rate(job, calibration) * float(calibration.row_copy)  # rows in a random order are slower than a copy
+    rate = memory_rate(job, calibration) * calibration.row_copy  # rows in a random order are slower than a copy
     copy_s = 2 * BF16 * job.work.received(job.shape) * job.shape.dim / rate
-    copies = PERMUTATIONS[job.stack.permutation].copies
-    dispatch, combine, combine_back, dispatch_back = (number * copy_s for number in copies)
-    permuted, permuted_back = dispatch + combine, combine_back + dispatch_back
-    waited = 2 * float(calibration.wait_s) * expected_maximum(job.work.ep) * waits_over_network(job)
+    dispatch, combine, combine_back, dispatch_back = (copies * copy_s for copies in job.stack.permutation.copies)
+    waited = 2 * calibration.wait_s * expected_maximum(job.work.ep) * waits_over_network(job)
     again = job.recomputes_layers and not job.keeps_exchange
     add_both_ways(times, "all-to-all", forward, back, again=again)
-    add_both_ways(times, "permutation and padding", permuted, permuted_back, again=job.recomputes_layers)
+    add_both_ways(
+        times, "permutation and padding", dispatch + combine, combine_back + dispatch_back, again=job.recomputes_layers
+    )
     add_both_ways(times, "imbalance and stragglers", waited, waited, again=again)
 
 
@@ -165,7 +127,7 @@ def waits_over_network(job: Job) -> bool:
     Not within a node, where no measured step has room for it, nor under Megatron, whose steps have none either. Of what
     it comes from nothing is known: the five public steps of TorchTitan that send tokens over the network need it.
     """
-    return job.stack.host == "torch" and job.work.ep > 1 and job.rows_sent.network > 0
+    return job.stack.launch_s is None and job.work.ep > 1 and job.rows_sent.network > 0
 
 
 def _exposed_s(times: Times, job: Job, passes: tuple[PassName, ...], exchange_s: float) -> float:

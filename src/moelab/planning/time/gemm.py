@@ -1,8 +1,8 @@
 """Time of matrix products, of the casts around them, and of attention's two: the only model of either.
 
 A product has a rate of the datasheet's, of which its shape leaves some: it is cut into tiles of 128 × 256; the last
-wave of tiles rarely fills the GPU, and each tile needs a while to begin and end, which a long K hides. Grouped products
-on B200 run at one rate, or as fast as memory is read.
+wave of tiles rarely fills the GPU, and each tile needs a while to begin and end, which a long K hides: the faster the
+GPU and the format, the longer. Grouped products on B200 run at one rate, or as fast as memory is read.
 
 A grouped product of 8 bits costs more than its GEMMs. Casts take memory time that grows with their elements alone, and
 MXFP8's scales are brought into the blocks that tensor cores read:
@@ -38,16 +38,15 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moelab.errors import BadInput
 from moelab.experiment import Precision
-from moelab.hardware import Gpu, has_native_mxfp8
+from moelab.hardware import H100, Gpu, has_native_mxfp8
 from moelab.micro.grouped_gemm import DIRECTIONS, Direction, GroupedPrecision
 from moelab.model import ModelShape, gemms
 from moelab.planning.time.calibration import Calibration
 from moelab.planning.time.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
-from moelab.planning.time.memory_bound import memory_rate
 
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
@@ -67,15 +66,16 @@ class Rates(NamedTuple):
     gpu: str
     low_format: Literal["fp8", "mxfp8"]  # the 8-bit format that its kernels of ``low`` are of
     bf16: float  # of large BF16 products, FLOP/s
+    low_linear: float  # of large 8-bit products that are not grouped, FLOP/s
     grouped: float  # of grouped ones in BF16, FLOP/s
-    low: float  # of 8-bit products but grouped wgrad, FLOP/s
+    low: float  # of grouped 8-bit products but wgrad, FLOP/s
     low_wgrad: float  # of grouped 8-bit wgrad, FLOP/s
     cast: float  # of casts to 8 bits, bytes a second, read and written
     scales_s: float  # to bring the scales of one product into blocks, forward or dgrad
     scales_wgrad_s: float  # of a grouped wgrad, whatever its size
     scales_row_s: float  # of a grouped wgrad, for each row of a group
     memory: float  # of other kernels, bytes a second
-    inner: float  # K at which half of a tile's time is its beginning and end
+    tile_s: float  # of a tile's beginning and end
     sms: int
     grouped_in_tiles: bool  # whether grouped products lose what their shape loses; else ``grouped`` has it
 
@@ -91,36 +91,43 @@ def sms_of(gpu: Gpu) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False, emulated: bool = False) -> Rates:
+def rates_of(gpu: Gpu, calibration: Calibration, *, alone: bool = False) -> Rates:
     """The rates of products and casts on a GPU.
 
-    ``alone`` means kernels by themselves, as a benchmark of kernels times them, and not beside others in a step;
-    ``emulated`` means casts of emulated MXFP8.
+    ``alone`` means kernels by themselves, as a benchmark of kernels times them, and not beside others in a step.
     """
-    c, blackwell = calibration, is_blackwell(gpu)  # Hopper's constants are of a step and of kernels alone alike
-    bf16, low = (1e12 * float(figure or 0) for figure in (gpu.bf16_tflops, gpu.fp8_tflops))
+    c = calibration
+    bf16, low, memory = (float(one or 0) for one in (gpu.bf16_tflops, gpu.fp8_tflops, gpu.hbm_tb_s))
+    bf16, low, memory = 1e12 * bf16, 1e12 * low, 1e12 * memory
+    shared: dict[str, Any] = {"gpu": gpu.name, "memory": memory * c.copy, "tile_s": c.tile_us / 1e6, "sms": sms_of(gpu)}
+    if not is_blackwell(gpu):  # Hopper's constants are of a step and of kernels alone alike
+        large, eight = bf16 * c.hopper_gemm, low * c.hopper_low
+        return Rates(
+            low_format="fp8", bf16=large, low_linear=eight, grouped=large, low=eight, low_wgrad=eight,
+            cast=memory * c.hopper_cast, scales_s=0.0, scales_wgrad_s=0.0, scales_row_s=0.0, grouped_in_tiles=True,
+            **shared,
+        )  # fmt: skip
     # BF16 is known best in a step and MXFP8 alone, so each constant is of where it was read, and a factor leads away
-    bf16_alone = float(c.blackwell_bf16_alone) if alone and blackwell else 1.0
-    low_in_step = float(c.blackwell_low_in_step) if blackwell and not alone else 1.0
-    cast_share = c.emulated_cast if emulated else c.blackwell_cast if blackwell else c.hopper_cast
-    scales_us = (c.blackwell_scales_us, c.blackwell_scales_wgrad_us, c.blackwell_scales_us_per_mrow)
-    fixed_s, wgrad_s, mrow_s = (low_in_step * float(us) / 1e6 if blackwell else 0.0 for us in scales_us)
+    faster, slower = (c.blackwell_bf16_alone, 1.0) if alone else (1.0, c.blackwell_low_in_step)
     return Rates(
-        gpu=gpu.name,
-        low_format="mxfp8" if blackwell else "fp8",
-        bf16=bf16 * float(c.blackwell_gemm if blackwell else c.hopper_gemm),
-        grouped=bf16 * float(c.blackwell_grouped if blackwell else c.hopper_grouped) * bf16_alone,
-        low=low * float(c.blackwell_low if blackwell else c.hopper_low) / low_in_step,
-        low_wgrad=low * float(c.blackwell_low_wgrad if blackwell else c.hopper_low) / low_in_step,
-        cast=1e12 * float(gpu.hbm_tb_s or 1) * float(cast_share) / low_in_step,
-        scales_s=fixed_s,
-        scales_wgrad_s=wgrad_s,
-        scales_row_s=mrow_s / 1e6,
-        memory=1e12 * float(gpu.hbm_tb_s or 1) * float(c.copy),
-        inner=float(c.inner),
-        sms=sms_of(gpu),
-        grouped_in_tiles=not blackwell,
+        low_format="mxfp8",
+        bf16=bf16 * c.blackwell_gemm,
+        low_linear=low * c.blackwell_gemm,
+        grouped=bf16 * c.blackwell_grouped * faster,
+        low=low * c.blackwell_low / slower,
+        low_wgrad=low * c.blackwell_low_wgrad / slower,
+        cast=memory * c.blackwell_cast / slower,
+        scales_s=slower * c.blackwell_scales_us / 1e6,
+        scales_wgrad_s=slower * c.blackwell_scales_wgrad_us / 1e6,
+        scales_row_s=slower * c.blackwell_scales_us_per_mrow / 1e12,
+        grouped_in_tiles=False,
+        **shared,
     )
+
+
+def memory_rate(job: Job, calibration: Calibration) -> float:
+    """Bytes a second of a kernel that copies."""
+    return rates_of(job.node.gpu, calibration).memory
 
 
 def gemm_time_s(
@@ -131,9 +138,10 @@ def gemm_time_s(
     ``grouped`` products are those of ``torch._grouped_mm`` or of torchao's kernels, others run at the rate of dense
     ones; ``low`` is in 8 bits; ``wgrad`` sums over the rows of one group alone.
     """
-    # a dense wgrad is as fast as the other two, a grouped one is not
-    low_rate = rates.low_wgrad if grouped and wgrad else rates.low
-    rate = low_rate if low else rates.grouped if grouped else rates.bf16
+    if grouped:
+        rate = rates.grouped if not low else rates.low_wgrad if wgrad else rates.low
+    else:
+        rate = rates.low_linear if low else rates.bf16
     weights, outputs = (1, groups) if wgrad else (groups, 1)
     # both operands are read, and the product is written in BF16
     memory_s = ((1 if low else 2) * (m * k + weights * k * n) + 2 * m * n * outputs) / rates.memory
@@ -142,9 +150,8 @@ def gemm_time_s(
     inner = k / groups if wgrad else k
     rows = m if wgrad else m / groups  # of one group
     # each group begins a tile of its own, so many small groups leave more of their last tiles empty
-    tiles = groups * ceil(rows / TILE_M) * ceil(n / TILE_N)
-    share = groups * rows * n / (TILE_M * TILE_N * ceil(tiles / rates.sms) * rates.sms)
-    compute_s = 2 * m * n * k / (rate * share * inner / (inner + rates.inner))
+    waves = ceil(groups * ceil(rows / TILE_M) * ceil(n / TILE_N) / rates.sms)
+    compute_s = waves * (2 * TILE_M * TILE_N * inner * rates.sms / rate + rates.tile_s)
     return max(compute_s, memory_s) + LAUNCH_S
 
 
@@ -267,6 +274,8 @@ RECOMPUTED: dict[str, tuple[str, ...]] = {
 }
 """Beginnings of the names of products that are computed again in the backward pass; of ``selective``, about every
 second one and the routed experts. The last three are Megatron's."""
+STREAMS = 4
+"""Products that TransformerEngine has in flight (``transformer_engine/common``, ``multi_stream_cublas_gemm``)."""
 UNQUANTISED = ("head", "router", "routed experts")
 """Parts whose products are not quantised with the linears."""
 
@@ -293,7 +302,7 @@ class ProductKinds(NamedTuple):
     bf16_wgrad: bool  # whether the experts' weight gradients are BF16 all the same
     kept: bool  # whether the experts' products are not computed again, whatever is recomputed
     low_linears: bool  # whether linears multiply in 8 bits
-    library: bool  # whether experts multiply one after the other at the rate of large products
+    experts: str  # what multiplies experts, as :class:`Stack` has it
 
 
 @functools.lru_cache(maxsize=1024)
@@ -334,17 +343,21 @@ def product_times(
 
 
 def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
-    m, n, k, groups = weight.rows * share, weight.n, weight.k, weight.groups
+    m, n, k, groups = float(weight.rows * share), weight.n, weight.k, weight.groups
     low = low_wgrad = kinds.low_linears and weight.part not in UNQUANTISED
     grouped = weight.part == "routed experts"
     if grouped:
         low = kinds.low and (kinds.low_down or ".w2_" not in weight.name)
         low_wgrad = low and not kinds.bf16_wgrad
-    time_s = functools.partial(gemm_time_s, groups=groups, rates=rates, grouped=grouped and not kinds.library)
+    launches = 1.0
+    if grouped and kinds.experts == "streams" and groups > STREAMS:
+        launches = groups / STREAMS
+        m, groups = m / launches, STREAMS
+    time_s = functools.partial(gemm_time_s, groups=groups, rates=rates, grouped=grouped and kinds.experts == "torch")
     return (
-        time_s(m, n, k, low=low, wgrad=False),
-        time_s(m, k, n, low=low, wgrad=False),
-        time_s(n, k, m, low=low_wgrad, wgrad=True),
+        launches * time_s(m, n, k, low=low, wgrad=False),
+        launches * time_s(m, k, n, low=low, wgrad=False),
+        launches * time_s(n, k, m, low=low_wgrad, wgrad=True),
     )
 
 
@@ -352,10 +365,12 @@ def cast_time_s(
     job: Job, calibration: Calibration, m: float, n: int, k: int, groups: int, *, grouped: bool = True
 ) -> dict[Direction, float]:
     """Seconds by direction of the casts and scales of one product of rows ``m``, in a step."""
-    if job.stack.expert_gemm == "library":  # TransformerEngine reads an operand once for both axes, weights once a step
-        rate, weights = memory_rate(job, calibration), groups * n * k / job.microbatches
-        return {"forward": 4 * (m * k + weights) / rate, "dgrad": 4 * m * n / rate, "wgrad": 0.0}
-    rates = rates_of(job.node.gpu, calibration, emulated=job.emulated)
+    rates = rates_of(job.node.gpu, calibration)
+    if job.stack.expert_gemm != "torch":  # TransformerEngine reads an operand once for both axes, weights once a step
+        weights = groups * n * k / job.microbatches
+        return {"forward": 4 * (m * k + weights) / rates.memory, "dgrad": 4 * m * n / rates.memory, "wgrad": 0.0}
+    if job.emulated:  # moelab's own kernels, which are as fast as a copy
+        rates = rates._replace(cast=rates.memory)
     cast = "emulated" if job.emulated else job.precision.value
     seconds: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
     for part in cast_parts(m, n, k, groups, cast, rates, grouped=grouped):
@@ -408,8 +423,7 @@ def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, floa
         "dgrad": CAST_BYTES["fp8"] * rows + TRANSPOSED_BYTES * weights + 2 * hidden,
         "wgrad": expanded if job.bf16_wgrad else of_rows + 2 * 2 * rows + TURNED_BYTES * 3 * hidden,
     }
-    rate = 1e12 * float(job.node.gpu.hbm_tb_s or 0) * float(calibration.one_pass_cast)
-    return {name: size / rate for name, size in moved.items()}
+    return {name: size / memory_rate(job, calibration) for name, size in moved.items()}
 
 
 def _gate_beside_up(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
@@ -433,7 +447,7 @@ def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
         job.bf16_wgrad,
         job.keeps_products,
         low and stack.low_linears,
-        stack.expert_gemm == "library",
+        stack.expert_gemm,
     )
     rates = rates_of(job.node.gpu, calibration)
     times_of = {}
@@ -459,18 +473,17 @@ BACKWARD = 2.5
 
 def add_attention(times: Times, job: Job, calibration: Calibration) -> None:
     """Attention of one layer."""
-    shape, work, documents = job.shape, job.work, job.stack.document_keys
+    shape, work, stack = job.shape, job.work, job.stack
     width = shape.n_heads / work.tp * (shape.qk_head_dim + shape.v_head_dim)  # queries by keys, and scores by values
     keys = job.seq_len / 2  # that a query meets on average, masked parts of blocks included
-    if documents is not None:
-        keys = min(keys, documents + FLEX_BLOCK / 2)  # blocks at a document's edge are computed whole
-    flops = 2 * work.tokens * width * keys
-    peak = float(job.node.gpu.bf16_tflops or 0) * 1e12
-    fused, tiles = job.stack.attention == "fused", job.stack.attention == "flex tiles"
-    if not fused and is_blackwell(job.node.gpu):
-        peak *= float(calibration.flex_blackwell)
-    forward = flops / peak / float(calibration.fused_forward if fused else calibration.flex_forward)
-    backward = BACKWARD * flops / peak / float(calibration.fused_backward if fused else calibration.flex_backward)
-    if tiles:
-        forward, backward = forward / float(calibration.tiles_forward), backward / float(calibration.tiles_backward)
-    add_both_ways(times, "attention", forward, backward, again=job.checkpointing in ("full", "full+dispatch"))
+    if stack.document_keys is not None:
+        keys = min(keys, stack.document_keys + FLEX_BLOCK / 2)  # blocks at a document's edge are computed whole
+    flops, peak = 2 * work.tokens * width * keys, float(job.node.gpu.bf16_tflops or 0)
+    if stack.fused_attention is not None:
+        rates = (stack.fused_attention, stack.fused_attention)
+    else:
+        faster = calibration.flex_tiles if stack.flex_tiles else 1.0
+        rates = (faster * calibration.flex_forward, faster * calibration.flex_backward)
+        peak = min(peak, float(H100.bf16_tflops or 0))  # its Triton kernels gain nothing from Blackwell's tensor cores
+    forward, backward = (flops / (1e12 * peak * rate) for rate in rates)
+    add_both_ways(times, "attention", forward, BACKWARD * backward, again=job.recomputes_attention)

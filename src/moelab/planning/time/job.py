@@ -1,19 +1,18 @@
 """One step of training as the model of its time sees it: sizes, degrees, stages and software, nothing to resolve.
 
-Seconds are entered in a table of passes by parts. What software does with a layer is a :class:`Stack`: TorchTitan's is
-read from an experiment; Megatron's is that of its published command lines.
+Seconds are entered in a table of passes by parts. What software does with a layer is a :class:`Stack`; TorchTitan's is
+read from an experiment, others are those of ``benchmarks/validation``.
 
 Sources: ``torchtitan`` 0.3.0, ``models/common/decoder.py`` (FlexAttention with a causal mask of packed documents),
 ``components/loss.py`` (eight chunks, each of which adds to the FP32 gradient of the head), ``distributed/fsdp.py``
-(parameters stay gathered from one micro-batch to the next under a pipeline); Megatron-LM and Megatron-Bridge,
-performance guides.
+(parameters stay gathered from one micro-batch to the next under a pipeline).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,45 +37,55 @@ CORPUS_KEYS = 325.0
 """The same of moelab's own corpus: half of a passage of 2,000 characters, about three of them to a token."""
 
 
+class Permutation(NamedTuple):
+    """What brings rows into the experts' order and back."""
+
+    copies: tuple[float, float, float, float]
+    """Times that all rows are read and written: in dispatch, combine, combine's gradient and dispatch's gradient."""
+    launches: int  # kernels of dispatch and combine
+
+
+STANDARD = Permutation((2.48, 11.8, 8.2, 5.4), 40)
+"""TorchTitan's, not compiled (``all_to_all_h100.json``)."""
+STANDARD_COMPILED = Permutation((1.5, 3.0, 4.0, 3.3), 40)
+"""The same, compiled (kernels of ``h100_standard_step.json``)."""
+EXPANDED = Permutation((0.5, 0.7, 0.5, 0.8), 15)
+"""moelab's over DeepEP, which writes rows in order (``all_to_all_h100.json``)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A training stack."""
+    """A training stack; the defaults are TorchTitan's, compiled."""
 
     name: str
-    attention: Literal["flex", "flex tiles", "fused"] = "flex"
-    """``flex`` (Triton), ``flex tiles`` (the same with tiles chosen for Hopper) or ``fused`` (cuDNN or
-    FlashAttention)."""
     document_keys: float | None = None
     """Keys that a token meets where packed documents are kept apart; None where they are not."""
-    fused: bool = True  # whether elementwise work between products is fused, by torch.compile or by hand
-    expert_gemm: Literal["torch", "library"] = "torch"
-    """``torch`` (``torch._grouped_mm``, torchao) or ``library`` (one product after the other at the rate of large
-    ones)."""
+    flex_tiles: bool = False  # whether FlexAttention has tiles that were chosen for Hopper
+    fused_attention: float | None = None  # rate of another attention, of the datasheet's; None is FlexAttention
+    compiled: bool = True  # whether elementwise work between products is fused
+    expert_gemm: Literal["torch", "library", "streams"] = "torch"
+    """torch's or torchao's grouped kernels, or those of a ``library``, which casts an operand once for both axes: all
+    experts in one launch, or each in one of a few ``streams``."""
     low_down: bool = True  # whether the experts' down-projection multiplies in their precision as gate and up do
     low_linears: bool = False  # whether attention, dense FFN and shared experts multiply in the experts' precision
-    permutation: Literal["standard", "standard compiled", "deepep dense", "deepep expanded", "fused"] = "standard"
-    """Whose kernels bring rows into the experts' order."""
+    permutation: Permutation = STANDARD_COMPILED
     loss_chunks: int = 8  # pieces in which the head's gradient is added up; 1 for a fused loss
     exchange_overlapped: bool = False  # whether the all-to-all runs beside compute
-    deepep_v1: bool = False  # whether DeepEP is of before version 2
-    host: Literal["torch", "library", "graphs"] = "torch"
-    """What launches kernels: ``torch`` (PyTorch's modules and autograd), ``library`` (few operators, of
-    TransformerEngine) or ``graphs`` (CUDA graphs, which cost nothing)."""
-    distributed_optimizer: bool = False  # Megatron's, with whole parameters on every rank; else FSDP2
+    launch_s: float | None = None  # host time of a launch; None is PyTorch's, 0 under CUDA graphs
+    distributed_optimizer: bool = False  # whether parameters are whole on every rank, as Megatron's are; else FSDP2
 
 
 def titan(experiment: Experiment) -> Stack:
     """TorchTitan 0.3.0 with moelab's dispatchers, as an experiment sets it up."""
     compiled = experiment.compile == "model+loss"
     deepep = experiment.ep_backend is not EPBackend.STANDARD
-    attentions: dict[str, Literal["flex", "flex tiles"]] = {"flex": "flex", "flex_tiles": "flex tiles"}
     return Stack(
         name="TorchTitan",
-        attention=attentions.get(experiment.attention_backend, "fused"),
         document_keys=C4_KEYS if experiment.dataset == "c4" else CORPUS_KEYS,
-        fused=compiled,
+        flex_tiles=experiment.attention_backend != "flex",  # what others reach was never measured here
+        compiled=compiled,
         low_linears=experiment.quantize == "experts+linears",
-        permutation="deepep expanded" if deepep else "standard compiled" if compiled else "standard",
+        permutation=EXPANDED if deepep else STANDARD_COMPILED if compiled else STANDARD,
     )
 
 
@@ -206,6 +215,11 @@ class Job:
         return self.seq_len / 2 if documents is None else min(self.seq_len / 2, documents)
 
     @property
+    def recomputes_attention(self) -> bool:
+        """Whether the backward pass runs attention again too."""
+        return self.checkpointing in ("full", "full+dispatch")
+
+    @property
     def recomputes_layers(self) -> bool:
         """Whether the backward pass runs layers again, experts and dispatch among them."""
         return self.checkpointing in ("selective", "full", "full+dispatch")
@@ -218,12 +232,12 @@ class Job:
     @property
     def waits_for_counts(self) -> bool:
         """Whether the host waits at each dispatch until it knows how many rows come."""
-        return self.work.ep > 1 and self.stack.host != "graphs"
+        return self.work.ep > 1 and self.stack.launch_s != 0
 
     @property
     def keeps_exchange(self) -> bool:
         """Whether what came over the network is kept and not sent again in the backward pass."""
-        compiled = self.stack.fused
+        compiled = self.stack.compiled
         return keeps_arrived(self.work, compiled=compiled, checkpointing=self.checkpointing)  # type: ignore[arg-type]
 
 
