@@ -46,7 +46,7 @@ from moelab.hardware import H100, Gpu, has_native_mxfp8
 from moelab.micro.grouped_gemm import DIRECTIONS, Direction, GroupedPrecision
 from moelab.model import ModelShape, gemms
 from moelab.planning.time.calibration import Calibration
-from moelab.planning.time.job import INDEX, Job, PassName, Times, add, add_both_ways, nothing
+from moelab.planning.time.job import Job, Times, add, add_both_ways, nothing
 
 TILE_M, TILE_N = 128, 256
 SMS = {8: 108, 9: 132, 10: 148}
@@ -294,17 +294,6 @@ class Weight(NamedTuple):
     groups: int
 
 
-class ProductKinds(NamedTuple):
-    """What decides a product's rate beside its size."""
-
-    low: bool  # whether experts multiply in 8 bits
-    low_down: bool  # whether their down-projection does too
-    bf16_wgrad: bool  # whether the experts' weight gradients are BF16 all the same
-    kept: bool  # whether the experts' products are not computed again, whatever is recomputed
-    low_linears: bool  # whether linears multiply in 8 bits
-    experts: str  # what multiplies experts, as :class:`Stack` has it
-
-
 @functools.lru_cache(maxsize=1024)
 def weights_by_module(shape: ModelShape, tp: int, ep: int) -> dict[str, tuple[Weight, ...]]:
     """Weights of one ``attention``, ``moe`` and ``feed_forward``, and of the ``head``, each once."""
@@ -321,44 +310,25 @@ def recomputed(weight: Weight, checkpointing: str) -> bool:
     return weight.part != "head" and weight.name.startswith(RECOMPUTED[checkpointing])
 
 
-@functools.lru_cache(maxsize=4096)
-def product_times(
-    weights: tuple[Weight, ...], share: int, checkpointing: str, kinds: ProductKinds, rates: Rates
-) -> Times:
-    """Products of one module, read-only; ``share`` is a micro-batch's tokens for each tensor-parallel rank."""
-    sums: defaultdict[tuple[PassName, str], float] = defaultdict(float)
-    for weight in weights:
-        category = "expert GEMMs" if weight.part == "routed experts" else "other GEMMs"
-        forward, dgrad, wgrad = _forward_dgrad_wgrad_s(weight, share, kinds, rates)
-        sums["forward", category] += forward
-        sums["dgrad", category] += dgrad
-        sums["wgrad", category] += wgrad
-        if recomputed(weight, checkpointing) and not (kinds.kept and weight.part == "routed experts"):
-            sums["recompute", category] += forward
-    times = nothing()
-    for (pass_name, category), seconds in sums.items():
-        add(times, pass_name, category, seconds)
-    times.flags.writeable = False  # the cache hands the same table to every caller
-    return times
+@functools.lru_cache(maxsize=65_536)
+def product_s(
+    weight: Weight, share: int, low: bool, low_wgrad: bool, expert_gemm: str, rates: Rates
+) -> dict[Direction, float]:
+    """Seconds of a weight's products; ``share`` is a micro-batch's tokens for each tensor-parallel rank.
 
-
-def _forward_dgrad_wgrad_s(weight: Weight, share: int, kinds: ProductKinds, rates: Rates) -> tuple[float, float, float]:
-    m, n, k, groups = float(weight.rows * share), weight.n, weight.k, weight.groups
-    low = low_wgrad = kinds.low_linears and weight.part not in UNQUANTISED
-    grouped = weight.part == "routed experts"
-    if grouped:
-        low = kinds.low and (kinds.low_down or ".w2_" not in weight.name)
-        low_wgrad = low and not kinds.bf16_wgrad
-    launches = 1.0
-    if grouped and kinds.experts == "streams" and groups > STREAMS:
+    ``low`` are products in 8 bits, but for wgrad's ``low_wgrad``; ``expert_gemm`` is as :class:`Stack` has it.
+    """
+    m, n, k, groups, launches = float(weight.rows * share), weight.n, weight.k, weight.groups, 1.0
+    experts = weight.part == "routed experts"
+    if experts and expert_gemm == "streams" and groups > STREAMS:
         launches = groups / STREAMS
         m, groups = m / launches, STREAMS
-    time_s = functools.partial(gemm_time_s, groups=groups, rates=rates, grouped=grouped and kinds.experts == "torch")
-    return (
-        launches * time_s(m, n, k, low=low, wgrad=False),
-        launches * time_s(m, k, n, low=low, wgrad=False),
-        launches * time_s(n, k, m, low=low_wgrad, wgrad=True),
-    )
+    time_s = functools.partial(gemm_time_s, groups=groups, rates=rates, grouped=experts and expert_gemm == "torch")
+    return {
+        "forward": launches * time_s(m, n, k, low=low, wgrad=False),
+        "dgrad": launches * time_s(m, k, n, low=low, wgrad=False),
+        "wgrad": launches * time_s(n, k, m, low=low_wgrad, wgrad=True),
+    }
 
 
 def cast_time_s(
@@ -378,21 +348,21 @@ def cast_time_s(
     return seconds
 
 
-def add_casts(times: Times, seconds: dict[Direction, float], *, recomputed: bool) -> None:
-    """Casts of one product, by direction."""
+def add_directions(times: Times, category: str, seconds: dict[Direction, float], *, again: bool) -> None:
+    """Add what a product takes in each direction, and the forward one ``again`` where the backward pass repeats it."""
     for name in DIRECTIONS:
-        add(times, name, "quantisation", seconds[name])
-    if recomputed:
-        add(times, "recompute", "quantisation", seconds["forward"])
+        add(times, name, category, seconds[name])
+    if again:
+        add(times, "recompute", category, seconds["forward"])
 
 
 def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
     """Casts of the three grouped products of one MoE layer."""
     if job.precision is Precision.BF16:
         return
+    again = job.recomputes_layers and not job.keeps_products
     if job.precision is Precision.FP8 and job.work.one_pass_experts:
-        seconds = _one_pass_cast_s(job, calibration)
-        add_casts(times, seconds, recomputed=job.recomputes_layers and not job.keeps_products)
+        add_directions(times, "quantisation", _one_pass_cast_s(job, calibration), again=again)
         return
     shape, work = job.shape, job.work
     rows = work.received(shape)
@@ -405,7 +375,7 @@ def add_expert_casts(times: Times, job: Job, calibration: Calibration) -> None:
             seconds["forward"] = cast_time_s(job, calibration, 0, n, k, groups)["forward"]
         if job.bf16_wgrad:
             seconds["wgrad"] = 0.0
-        add_casts(times, seconds, recomputed=job.recomputes_layers and not job.keeps_products)
+        add_directions(times, "quantisation", seconds, again=again)
 
 
 def _one_pass_cast_s(job: Job, calibration: Calibration) -> dict[Direction, float]:
@@ -439,31 +409,31 @@ def _gate_beside_up(weights: tuple[Weight, ...]) -> tuple[Weight, ...]:
 
 def products_by_module(job: Job, calibration: Calibration) -> dict[str, Times]:
     """Products, and casts of linears, of one ``attention``, ``moe``, ``feed_forward`` and of the ``head``."""
-    work, stack = job.work, job.stack
-    low = job.precision is not Precision.BF16 and not job.emulated
-    kinds = ProductKinds(
-        low,
-        stack.low_down,
-        job.bf16_wgrad,
-        job.keeps_products,
-        low and stack.low_linears,
-        stack.expert_gemm,
-    )
-    rates = rates_of(job.node.gpu, calibration)
+    work, stack, rates = job.work, job.stack, rates_of(job.node.gpu, calibration)
+    eight_bits = job.precision is not Precision.BF16 and not job.emulated
+    received = work.received(job.shape) / work.sent(job.shape)  # beyond an even share: padding, and the busiest rank's
     times_of = {}
     for module, weights in weights_by_module(job.shape, work.tp, work.ep).items():
-        if work.one_pass_experts:
-            weights = _gate_beside_up(weights)
-        times = product_times(weights, work.residual, job.checkpointing, kinds, rates).copy()
-        if module == "moe":  # rows beyond an even share: padding, and the busiest rank's
-            times[:, INDEX["expert GEMMs"]] *= work.received(job.shape) / work.sent(job.shape)
-        for weight in weights:
-            if kinds.low_linears and weight.part not in UNQUANTISED:
-                seconds = cast_time_s(
-                    job, calibration, weight.rows * work.residual, weight.n, weight.k, 1, grouped=False
-                )
-                add_casts(times, seconds, recomputed=recomputed(weight, job.checkpointing))
-        times_of[module] = times
+        times_of[module] = times = nothing()
+        for weight in _gate_beside_up(weights) if work.one_pass_experts else weights:
+            experts = weight.part == "routed experts"
+            low_linear = eight_bits and stack.low_linears and weight.part not in UNQUANTISED
+            low = low_linear or (eight_bits and experts and (stack.low_down or ".w2_" not in weight.name))
+            low_wgrad = low and not (experts and job.bf16_wgrad)
+            again = recomputed(weight, job.checkpointing)
+            seconds = product_s(weight, work.residual, low, low_wgrad, stack.expert_gemm, rates)
+            if experts:
+                seconds = {name: received * one_s for name, one_s in seconds.items()}
+            add_directions(
+                times,
+                "expert GEMMs" if experts else "other GEMMs",
+                seconds,
+                again=again and not (experts and job.keeps_products),
+            )
+            if low_linear:
+                rows = weight.rows * work.residual
+                casts = cast_time_s(job, calibration, rows, weight.n, weight.k, 1, grouped=False)
+                add_directions(times, "quantisation", casts, again=again)
     return times_of
 
 

@@ -141,14 +141,6 @@ MODEL_OF_ROUTING = {
     Routing.RANDOM_BALANCED: RoutingModel(kind="random_balanced"),
 }
 
-METHOD_OF_BACKEND: dict[EPBackend, Method] = {
-    EPBackend.STANDARD: "standard",
-    EPBackend.DEEPEP: "deepep_hybrid",
-    EPBackend.HYBRIDEP: "deepep_hybrid",
-    EPBackend.MINIMAL_ASYNC_EP: "deepep_hybrid",
-}
-"""How each dispatcher sends tokens."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -205,8 +197,8 @@ class Job:
     @cached_property
     def rows_sent(self) -> OnWires:
         """Rows that a rank sends for each of its tokens in one exchange, by wire."""
-        destinations = expected_destinations(self.routing, self.placement)
-        return expected_rows(destinations, self.placement, METHOD_OF_BACKEND[self.work.backend])
+        method: Method = "standard" if self.work.backend is EPBackend.STANDARD else "deepep_hybrid"
+        return expected_rows(expected_destinations(self.routing, self.placement), self.placement, method)
 
     @property
     def keys(self) -> float:
