@@ -101,7 +101,7 @@ WILD = {
     "dp_replicate": lambda draw: draw.randint(1, 9),
     "dp_shard": lambda draw: draw.randint(1, 64),
     "ep": lambda draw: draw.choice((draw.randint(1, 64), 2 ** draw.randint(0, 9))),
-    "pp_schedule": lambda draw: draw.choice(("1f1b", "zbvzerobubble", "PipelineScheduleSingle", "ZB1P", "GPIPE")),
+    "pp_schedule": lambda draw: draw.choice(("PipelineScheduleSingle", "ZB1P")),
     "pp_stages_per_rank": lambda draw: draw.randint(0, 5),
     "microbatch": lambda draw: draw.randint(1, 9),
     "local_batch": lambda draw: draw.randint(1, 70),

@@ -48,14 +48,8 @@ class Facts:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The pipeline schedule, or None if there is none of that name in any case of letters.
-
-        torch does not mind the case of letters; TorchTitan's logging does.
-        """
-        name = self.experiment.pp_schedule
-        if name in SCHEDULES:
-            return SCHEDULES[name]
-        return next((schedule for known, schedule in SCHEDULES.items() if known.lower() == name.lower()), None)
+        """The pipeline schedule; None if there is none of that name, as TorchTitan spells it."""
+        return SCHEDULES.get(self.experiment.pp_schedule)
 
     @property
     def stages_per_rank(self) -> int:

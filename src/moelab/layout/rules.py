@@ -127,12 +127,12 @@ def candidates(facts: Facts, factor: str) -> Iterable[Any]:
 
 def faults(facts: Facts) -> Iterator[Fault]:
     """Every rule that a candidate breaks, in the order in which they are told."""
-    return chain(_mesh(facts), pipeline_faults(facts), _sequence(facts), _arm(facts), _gpu(facts))
+    return chain(_mesh(facts), pipeline_faults(facts), _sequence(facts), _arm(facts), _numbers(facts), _gpu(facts))
 
 
 def faults_of_degrees(facts: Facts) -> Iterator[Fault]:
     """All but :func:`pipeline_faults`: a search judges them once for all schedules and micro-batches."""
-    return chain(_mesh(facts), _sequence(facts), _arm(facts), _gpu(facts))
+    return chain(_mesh(facts), _sequence(facts), _arm(facts), _numbers(facts), _gpu(facts))
 
 
 def _mesh(facts: Facts) -> Iterator[Fault]:
@@ -144,19 +144,17 @@ def _mesh(facts: Facts) -> Iterator[Fault]:
     x, shape, ranks, ep = facts.experiment, facts.shape, facts.experiment.world_size, facts.experiment.ep
     dp_shard, region, outer = facts.dp_shard, facts.region, facts.outer
     left, over = divmod(ranks, outer)
+    product = f"pp {x.pp} * dp_replicate {x.dp_replicate} * cp {x.cp} * tp {x.tp}"
     if over:
-        degrees = {axis: int(getattr(x, axis)) for axis in ("pp", "dp_replicate", "cp", "tp")}
+        degrees = {"pp": x.pp, "dp_replicate": x.dp_replicate, "cp": x.cp, "tp": x.tp}
         # An axis that does not divide by itself is the one to name, else the largest.
-        alone = [axis for axis, degree in degrees.items() if ranks % degree]
-        product = " * ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        alone = (axis for axis, degree in degrees.items() if ranks % degree)
+        at_fault = next(alone, max(degrees, key=lambda axis: degrees[axis]))
         words = f"{product} = {outer} must divide the {ranks} ranks (nodes * gpus_per_node)"
-        at_fault = alone[0] if alone else max(degrees, key=lambda axis: degrees[axis])
         yield Fault("axes divide the ranks", at_fault, words, shapes_layout=True)
     elif dp_shard != left:
-        words = (
-            f"pp {x.pp} * dp_replicate {x.dp_replicate} * cp {x.cp} * tp {x.tp} leave {left} of the {ranks} ranks "
-            f"(nodes * gpus_per_node). Legal dp_shard: {left}, or -1 for the ranks that are left"
-        )
+        words = f"{product} leave {left} of the {ranks} ranks (nodes * gpus_per_node). Legal dp_shard: {left}, or -1 "
+        words += "for the ranks that are left"
         yield Fault("dp_shard takes the rest", "dp_shard", words, shapes_layout=True, offers_choices=False)
     if shape.kv_heads % x.tp:
         of = "key and value" if shape.grouped_queries else "attention"
@@ -188,59 +186,46 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
     builds the schedule, both after every rank has started.
     """
     x, schedule = facts.experiment, facts.schedule
-    uneven = Fault(
-        "micro-batches are whole",
-        "microbatch",
-        f"{'pipeline parallelism' if x.pp > 1 else 'gradient accumulation'} cuts local_batch {x.local_batch} into "
-        "micro-batches of this size",
-        shapes_layout=True,
-    )
+    if x.local_batch % (x.microbatch if x.pp > 1 else x.sequences_at_once):
+        cutter = "pipeline parallelism" if x.pp > 1 else "gradient accumulation"
+        words = f"{cutter} cuts local_batch {x.local_batch} into micro-batches of this size"
+        yield Fault("micro-batches are whole", "microbatch", words, shapes_layout=True)
     if x.pp == 1:
-        if x.local_batch % x.sequences_at_once:
-            yield uneven
         return
-    if x.pp_schedule not in SCHEDULES:
+    if schedule is None:
         words = "there is no such schedule; names are spelt as TorchTitan spells them"
         yield Fault("schedule exists", "pp_schedule", words, shapes_layout=True)
-    # A name in another case of letters has a schedule too, whose rules are told with it.
-    if schedule is not None:
-        own, turns, stages = schedule.stages_per_rank, facts.stages_per_rank, x.pp * facts.stages_per_rank
-        loops = own > 1 and schedule.style == "loop"
-        if turns != own and not (loops and turns > 1):
-            legal = f"{own} and more" if loops else f"{own}"
-            words = f"{schedule.name} does not put that many stages on a rank. Legal pp_stages_per_rank: {legal}, or 0 "
-            words += "for the schedule's own"
-            yield Fault(
-                "stages are the schedule's", "pp_stages_per_rank", words, shapes_layout=True, offers_choices=False
-            )
-        layers = facts.shape.n_layers
-        if stages > effective_layers(layers):
-            words = (
-                f"{x.pp_schedule} makes {stages} stages for {effective_layers(layers)} effective layers ({layers} "
-                "layers, and one each for the embedding and the output)"
-            )
-            yield Fault("stages have layers", "pp", words, shapes_layout=True)
-    if x.local_batch % x.microbatch:
-        yield uneven
-    elif schedule is not None and not schedule.takes(facts.microbatches, x.pp):
-        made = f"at microbatch {x.microbatch} it makes {facts.microbatches} micro-batches, and {schedule.name} on "
-        least = schedule.least_microbatches(x.pp * schedule.stages_per_rank)
-        rounds, whole = facts.microbatches // x.pp, x.pp * x.microbatch
-        near = x.local_batch // whole * whole
-        words = f"{made}pp {x.pp} "
-        if facts.microbatches < least:
+        return
+    own, turns, layers = schedule.stages_per_rank, facts.stages_per_rank, facts.shape.n_layers
+    loops = own > 1 and schedule.style == "loop"
+    if turns != own and not (loops and turns > 1):
+        legal = f"{own}{' and more' * loops}, or 0 for the schedule's own"
+        words = f"{schedule.name} does not put that many stages on a rank. Legal pp_stages_per_rank: {legal}"
+        yield Fault("stages are the schedule's", "pp_stages_per_rank", words, shapes_layout=True, offers_choices=False)
+    if x.pp * turns > (effective := effective_layers(layers)):
+        words = (
+            f"{schedule.name} makes {x.pp * turns} stages for {effective} effective layers ({layers} layers, and one "
+        )
+        words += "each for the embedding and the output)"
+        yield Fault("stages have layers", "pp", words, shapes_layout=True)
+    made, least = facts.microbatches, schedule.least_microbatches(x.pp)
+    if x.local_batch % x.microbatch == 0 and not schedule.takes(made, x.pp):
+        words = f"at microbatch {x.microbatch} it makes {made} micro-batches, and {schedule.name} on pp {x.pp} "
+        if made < least:
             words += f"needs at least {least}, one for each stage. Legal local_batch: {least * x.microbatch} and more"
         else:
-            words += f"runs them in {rounds} equal rounds. Legal local_batch: any multiple of "
-            words += f"{whole}, such as {near} or {near + whole}"
+            whole = x.pp * x.microbatch
+            near = x.local_batch // whole * whole
+            words += f"runs them in {made // x.pp} equal rounds. Legal local_batch: any multiple of {whole}, such as "
+            words += f"{near} or {near + whole}"
         yield Fault("micro-batches suffice", "local_batch", words, offers_choices=False)
-    if schedule is not None and schedule.splits_backward and x.compile == "model+loss":
+    if schedule.splits_backward and x.compile == "model+loss":
         words = (
             "it splits dgrad from wgrad, which torch 2.14 cannot do with compiled layers (compile is model+loss); "
             "compile=loss or compile=none allow it"
         )
         yield Fault("no split backward when compiled", "pp_schedule", words)
-    if schedule is not None and schedule.style == "v" and (x.dataset != "c4" or x.validate_every):
+    if schedule.style == "v" and (x.dataset != "c4" or x.validate_every):
         words = (
             f"held-out text is evaluated (dataset is {x.dataset}, validate_every {x.validate_every}), which torch 2.14 "
             "cannot do under a V schedule; dataset=c4 with validate_every=0 only trains"
@@ -297,14 +282,9 @@ def _sequence(facts: Facts) -> Iterator[Fault]:
 
 
 def _arm(facts: Facts) -> Iterator[Fault]:
-    """Dispatcher, precision, compilation and checkpointing."""
-    x, shape, backend, precision = (
-        facts.experiment,
-        facts.shape,
-        facts.experiment.ep_backend,
-        facts.experiment.precision,
-    )
-    minimal = backend is EPBackend.MINIMAL_ASYNC_EP
+    """Dispatcher, checkpointing and attention."""
+    x, backend = facts.experiment, facts.experiment.ep_backend
+    minimal, precision = backend is EPBackend.MINIMAL_ASYNC_EP, x.precision
     if x.ep == 1 and backend is not EPBackend.STANDARD:
         words = (
             f"ep_backend {backend.value} moves tokens between expert-parallel ranks and needs at least 2; "
@@ -340,9 +320,6 @@ def _arm(facts: Facts) -> Iterator[Fault]:
         yield Fault("dispatch is kept", "activation_checkpoint", words)
     if cause := _not_dispatched(facts):
         yield Fault("dispatch is quantised as its experts", "dispatch_precision", cause)
-    if x.wgrad == "fp8" and precision is not Precision.FP8:
-        words = f"wgrad fp8 is for FP8 experts, and precision is {precision.value}"
-        yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
     # Where it is not known which GPU it will be, nothing is said.
     if x.attention_backend != "flex" and facts.capability == 0:
         words = f"attention_backend {x.attention_backend} is for GPUs, and {facts.gpu_in_words}"
@@ -350,16 +327,23 @@ def _arm(facts: Facts) -> Iterator[Fault]:
     elif x.attention_backend == "varlen" and facts.capability is not None and x.cp > 1:
         words = "TorchTitan 0.3.0 has no context parallelism for varlen attention"
         yield Fault("attention runs here", "attention_backend", words)
+
+
+def _numbers(facts: Facts) -> Iterator[Fault]:
+    """Number formats, the blocks that they need, and the vocabulary."""
+    x, shape, precision = facts.experiment, facts.shape, facts.experiment.precision
+    if x.wgrad == "fp8" and precision is not Precision.FP8:
+        words = f"wgrad fp8 is for FP8 experts, and precision is {precision.value}"
+        yield Fault("weight gradients are in FP8 with FP8 experts", "wgrad", words)
     if x.quantize != "experts" and facts.quantised and x.tp > 1:
         yield Fault("quantised linears are whole", "quantize", f"quantised linears are for tp 1 only (tp is {x.tp})")
     if x.quantize != "experts" and precision is Precision.NVFP4:
         words = "NVFP4 is emulated for experts only; torchao's NVFP4 linears are SM100 kernels with other numerics"
         yield Fault("NVFP4 is of experts", "quantize", words)
-    # Without expert parallelism tensor parallelism cuts the experts themselves.
-    # AMD's kernels take any block.
-    native = native_mxfp8(x, facts.capability) and facts.capability not in ROCM
+    native = native_mxfp8(x, facts.capability) and facts.capability not in ROCM  # AMD's kernels take any block
     block = NATIVE_BLOCK if native else BLOCK[precision]
     kernels = {NATIVE_BLOCK: f" with native kernels, and of {BLOCK[precision]} with mxfp8_kernels=emulated"}
+    # Without expert parallelism tensor parallelism cuts the experts themselves.
     if x.ep == 1 < x.tp and shape.moe_hidden_dim % (x.tp * block):
         words = (
             f"without expert parallelism (ep 1) it cuts the {shape.moe_hidden_dim} hidden features of each "
@@ -369,10 +353,9 @@ def _arm(facts: Facts) -> Iterator[Fault]:
     # Dimensions of quantised weights; others, such as a head's, follow or are fixed.
     linears = ("q_lora_rank", "kv_lora_rank", "dense_hidden_dim") if x.quantize != "experts" else ()
     blocks = {"dim": block, "moe_hidden_dim": block, **dict.fromkeys(linears, BLOCK[precision])}
-    sizes = {name: getattr(shape, name) for name in blocks} if facts.quantised else {}
-    if broken := {name: size for name, size in sizes.items() if size % blocks[name]}:
-        most = max(blocks[name] for name in broken)
-        given = ", ".join(f"{name} is {size}" for name, size in broken.items())
+    if facts.quantised and (cut := [name for name, size in blocks.items() if getattr(shape, name) % size]):
+        most = max(blocks[name] for name in cut)
+        given = ", ".join(f"{name} is {getattr(shape, name)}" for name in cut)
         words = f"it needs features in multiples of {most}{kernels.get(most, '')}, and {given}"
         yield Fault("expert blocks are whole", "precision", words)
     if shape.vocab_size < (tokens := tokenizer_size(x)):

@@ -15,10 +15,13 @@ shares layers out.
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from graphlib import TopologicalSorter
+from itertools import pairwise
+from typing import NamedTuple
 
 FIRST_STAGE_LESS_LAYERS = 1
 """Layers that the embedding counts for; TorchTitan's default."""
@@ -38,12 +41,16 @@ class Schedule:
     stages_per_rank: int  # 1, or 2 for a schedule of several stages, of which a ``loop`` takes more
     style: str = "loop"  # ``loop`` (rank r holds stages r and r + pp) or ``v`` (stages r and 2 pp - 1 - r)
     splits_backward: bool = False  # whether dgrad and wgrad are separate steps (zero-bubble schedules)
-    least_microbatches: Callable[[int], int] = lambda _stages: 1  # micro-batches that a number of stages needs
+    fills_stages: bool = False  # whether it needs a micro-batch for each stage
     whole_rounds: bool = False  # whether micro-batches must divide into rounds of about ``pp``
+
+    def least_microbatches(self, pp: int) -> int:
+        """Micro-batches that ``pp`` ranks need at least."""
+        return pp * self.stages_per_rank if self.fills_stages else 1
 
     def takes(self, microbatches: int, pp: int) -> bool:
         """Whether the schedule can run this many micro-batches on ``pp`` ranks."""
-        if microbatches < self.least_microbatches(pp * self.stages_per_rank):
+        if microbatches < self.least_microbatches(pp):
             return False
         # torch makes microbatches // pp rounds, and raises where they are not equal.
         return not self.whole_rounds or microbatches % max(1, microbatches // pp) == 0
@@ -52,19 +59,13 @@ class Schedule:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule(name="1F1B", stages_per_rank=1, least_microbatches=lambda stages: stages),
+        Schedule(name="1F1B", stages_per_rank=1, fills_stages=True),
         Schedule(name="GPipe", stages_per_rank=1),
         Schedule(name="Interleaved1F1B", stages_per_rank=2, whole_rounds=True),
         Schedule(name="LoopedBFS", stages_per_rank=2),
         Schedule(name="InterleavedZeroBubble", stages_per_rank=2, splits_backward=True, whole_rounds=True),
         Schedule(name="ZBVZeroBubble", stages_per_rank=2, style="v", splits_backward=True),
-        Schedule(
-            name="DualPipeV",
-            stages_per_rank=2,
-            style="v",
-            splits_backward=True,
-            least_microbatches=lambda stages: stages,
-        ),
+        Schedule(name="DualPipeV", stages_per_rank=2, style="v", splits_backward=True, fills_stages=True),
     )
 }
 FORWARDS_FIRST = ("GPipe", "LoopedBFS")
@@ -133,7 +134,7 @@ class Action(NamedTuple):
     (*backward weight*).
     """
 
-    kind: Literal["F", "B", "I", "W"]
+    kind: str
     stage: int
     microbatch: int
 
@@ -152,10 +153,8 @@ def pipeline_order(schedule: str, *, pp: int, microbatches: int, turns: int = 0)
     """
     if pp > 1 and not SCHEDULES[schedule].takes(microbatches, pp):
         raise ValueError(f"{schedule} on {pp} pipeline ranks cannot run {microbatches} micro-batches")
-    if schedule == "ZBVZeroBubble":
-        return tuple(tuple(_zero_bubble_v(pp, microbatches, rank)) for rank in range(pp))
-    if schedule == "DualPipeV":
-        return tuple(tuple(_dual_pipe_v(pp, microbatches, rank)) for rank in range(pp))
+    if SCHEDULES[schedule].style == "v":
+        return tuple(tuple(_v_shaped(schedule, pp, microbatches, rank)) for rank in range(pp))
     turns = turns or SCHEDULES[schedule].stages_per_rank
     return tuple(tuple(_looped(schedule, pp, microbatches, turns, rank)) for rank in range(pp))
 
@@ -196,85 +195,53 @@ def _looped(schedule: str, pp: int, microbatches: int, turns: int, rank: int) ->
         yield from (Action("W", *at(step, backward=True)) for step in range(weights, total))
 
 
-def _zero_bubble_v(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
-    """Zero-bubble V (Qi et al. 2024, arXiv 2405.15362): forwards run down one arm of the V and up the other.
+def _v_shaped(schedule: str, pp: int, microbatches: int, rank: int) -> Iterator[Action]:
+    """Forwards run down one arm of the V and up the other: ``F0`` is a forward of the first arm, ``B1`` of the second.
 
-    The order is that of 2 pp - 1 micro-batches or more; with fewer, those that are not there leave gaps.
+    Zero-bubble V (Qi et al. 2024, arXiv 2405.15362) has the order of 2 pp - 1 micro-batches or more; with fewer, those
+    that are not there leave gaps. DualPipe cut in half (github.com/deepseek-ai/DualPipe) has whole backwards, split
+    where a rank would wait; ``W`` is then the wgrad that has waited longest.
     """
-    first, second = rank, 2 * pp - 1 - rank
-    padded = max(2 * pp - 1, microbatches)
-    counts: Counter[tuple[str, int]] = Counter()
-
-    def take(*wanted: tuple[Literal["F", "I", "W"], int]) -> Iterator[Action]:
-        for kind, stage in wanted:
-            counts[kind, stage] += 1
-            if counts[kind, stage] <= microbatches:
-                yield Action(kind, stage, counts[kind, stage] - 1)
-
-    for _ in range(2 * (pp - rank) - 1):
-        yield from take(("F", first))
-    for _ in range(rank):
-        yield from take(("F", second), ("F", first))
-    for _ in range(pp - rank):
-        yield from take(("F", second), ("I", second), ("W", second))
-    while counts["F", second] < padded:
-        if counts["F", first] < padded:
-            yield from take(("F", first))
-        yield from take(("I", first), ("W", first))
-        yield from take(("F", second), ("I", second), ("W", second))
-    for _ in range(rank):
-        yield from take(("I", first), ("I", second))
-    for _ in range(pp - rank):
-        yield from take(("I", first), ("W", first))
-    for stage in (second, first):
-        while counts["W", stage] < padded:
-            yield from take(("W", stage))
-
-
-def _dual_pipe_v(pp: int, microbatches: int, rank: int) -> Iterator[Action]:
-    """DualPipe cut in half (github.com/deepseek-ai/DualPipe): whole backwards, split where a rank would wait."""
-    first, second = rank, 2 * pp - 1 - rank
-    behind = pp - 1 - rank
-    forwards: Counter[int] = Counter()
-    backwards: Counter[int] = Counter()
-    waiting: deque[Action] = deque()  # wgrads of what had its dgrad alone
-
-    def forward(stage: int) -> Action:
-        forwards[stage] += 1
-        return Action("F", stage, forwards[stage] - 1)
-
-    def backward(stage: int, *, whole: bool = True) -> Action:
-        backwards[stage] += 1
-        if whole:
-            return Action("B", stage, backwards[stage] - 1)
-        waiting.append(Action("W", stage, backwards[stage] - 1))
-        return Action("I", stage, backwards[stage] - 1)
-
-    def weight() -> Iterator[Action]:
-        if waiting:
-            yield waiting.popleft()
-
-    for _ in range(2 * behind):
-        yield forward(first)
-    for _ in range(rank + 1):
-        yield from (forward(first), forward(second))
-    for _ in range(behind):
-        yield backward(second, whole=False)
-        yield from weight()
-        yield forward(second)
-    for _ in range(microbatches - 2 * pp + rank + 1):
-        yield from (forward(first), backward(second), forward(second), backward(first))
-    for _ in range(behind):
-        yield from (backward(second), forward(second), backward(first))
-    half = (rank + 1) // 2
-    for turn in range(rank + 1):
-        yield backward(second, whole=turn < half or (turn == half and rank % 2 == 0))
-        yield backward(first, whole=turn < half)
-    for _ in range(behind):
-        yield from weight()
-        yield backward(first, whole=False)
-    for _ in range(rank + 1):
-        yield from weight()
+    behind, half = pp - 1 - rank, (rank + 1) // 2
+    orders = {
+        "ZBVZeroBubble": (
+            (2 * behind + 1, "F0"),
+            (rank, "F1 F0"),
+            (behind + 1, "F1 I1 W1"),
+            (max(2 * pp - 1, microbatches) - pp, "F0 I0 W0 F1 I1 W1"),
+            (rank, "I0 I1"),
+            (behind + 1, "I0 W0"),
+            (rank, "W1"),
+            (rank, "W0"),
+        ),
+        "DualPipeV": (
+            (2 * behind, "F0"),
+            (rank + 1, "F0 F1"),
+            (behind, "I1 W F1"),
+            (microbatches - 2 * pp + rank + 1, "F0 B1 F1 B0"),
+            (behind, "B1 F1 B0"),
+            (half, "B1 B0"),
+            (rank + 1 - 2 * half, "B1 I0"),
+            (half, "I1 I0"),
+            (behind, "W I0"),
+            (rank + 1, "W"),
+        ),
+    }
+    stages, counts, waiting = (rank, 2 * pp - 1 - rank), Counter[tuple[str, int]](), deque[Action]()
+    for times, actions in orders[schedule]:
+        for step in actions.split() * times:
+            if step == "W":
+                if waiting:
+                    yield waiting.popleft()
+                continue
+            kind, stage = step[0], stages[int(step[1])]
+            counted = "B" if kind == "I" else kind, stage
+            action = Action(kind, stage, counts[counted])
+            counts[counted] += 1
+            if kind == "I":
+                waiting.append(action._replace(kind="W"))
+            if action.microbatch < microbatches:
+                yield action
 
 
 @functools.lru_cache(maxsize=4096)
@@ -305,8 +272,7 @@ def in_flight(schedule: str, *, pp: int, microbatches: int, rank: int, turns: in
             held[place[stage]] -= 1
 
     def is_exceeded(moment: tuple[int, ...]) -> bool:
-        others = (other for other in moments if other != moment)
-        return any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in others)
+        return any(other != moment and all(map(operator.ge, other, moment)) for other in moments)
 
     return tuple(moment for moment in sorted(moments) if not is_exceeded(moment))
 
@@ -440,33 +406,29 @@ class _Graph(NamedTuple):
     steps: tuple[tuple[int, int, int, bool], ...]
 
 
+def _needed(action: Action, last_stage: int) -> list[Action]:
+    """What an action waits for, but for those before it on its rank: the first of these that the order has."""
+    kind, stage, microbatch = action
+    if kind == "F":
+        return [Action("F", stage - 1, microbatch)]
+    if kind == "W" or stage == last_stage:
+        return [Action("I" if kind == "W" else "F", stage, microbatch)]
+    return [Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch)]  # with its wgrad or without
+
+
 @functools.lru_cache(maxsize=256)
 def _graph(schedule: str, pp: int, microbatches: int, turns: int) -> _Graph:
     orders = pipeline_order(schedule, pp=pp, microbatches=microbatches, turns=turns)
-    last_stage = pp * turns - 1
-    place: dict[Action, int] = {}
-    steps: list[tuple[int, int, int, bool]] = []
-    ranks: list[int] = []
-    heads, previous = [0] * pp, [-1] * pp
-    while any(heads[rank] < len(orders[rank]) for rank in range(pp)):
-        moved = False
-        for rank in range(pp):
-            while heads[rank] < len(orders[rank]):
-                action = kind, stage, microbatch = orders[rank][heads[rank]]
-                needed: tuple[Action, ...] = (Action("F", stage - 1, microbatch),)
-                if kind == "W" or (kind != "F" and stage == last_stage):
-                    needed = (Action("I" if kind == "W" else "F", stage, microbatch),)
-                elif kind != "F":  # the next stage's dgrad, alone or with its wgrad: whichever the order has
-                    needed = (Action("I", stage + 1, microbatch), Action("B", stage + 1, microbatch))
-                arrived = next((place[one] for one in needed if one in place), None)
-                if arrived is None and (kind, stage) != ("F", 0):  # which waits for nothing
-                    break
-                where = -1 if arrived is None else arrived
-                place[action] = len(steps)
-                steps.append((_place(action), previous[rank], where, where >= 0 and ranks[where] != rank))
-                ranks.append(rank)
-                previous[rank] = place[action]
-                heads[rank] += 1
-                moved = True
-        assert moved, "an order that waits for itself"
-    return _Graph(tuple(place), tuple(steps))
+    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
+    previous = {after: before for order in orders for before, after in pairwise(order)}
+    needed = {
+        action: next((one for one in _needed(action, pp * turns - 1) if one in rank_of), None) for action in rank_of
+    }
+    after = {action: [one for one in (previous.get(action), needed[action]) if one] for action in rank_of}
+    actions = tuple(TopologicalSorter(after).static_order())
+    place: dict[Action | None, int] = {None: -1, **{action: number for number, action in enumerate(actions)}}
+    steps = []
+    for action in actions:
+        other_rank = (one := needed[action]) is not None and rank_of[one] != rank_of[action]
+        steps.append((_place(action), place[previous.get(action)], place[one], other_rank))
+    return _Graph(actions, tuple(steps))
