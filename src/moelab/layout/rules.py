@@ -192,22 +192,23 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
         yield Fault("micro-batches are whole", "microbatch", words, shapes_layout=True)
     if x.pp == 1:
         return
+    turns, layers = facts.stages_per_rank, facts.shape.n_layers
+    if x.pp * turns > (effective := effective_layers(layers)):
+        words = (
+            f"{x.pp_schedule} makes {x.pp * turns} stages for {effective} effective layers ({layers} layers, and one "
+        )
+        words += "each for the embedding and the output)"
+        yield Fault("stages have layers", "pp", words, shapes_layout=True)
     if schedule is None:
         words = "there is no such schedule; names are spelt as TorchTitan spells them"
         yield Fault("schedule exists", "pp_schedule", words, shapes_layout=True)
         return
-    own, turns, layers = schedule.stages_per_rank, facts.stages_per_rank, facts.shape.n_layers
+    own = schedule.stages_per_rank
     loops = own > 1 and schedule.style == "loop"
     if turns != own and not (loops and turns > 1):
         legal = f"{own}{' and more' * loops}, or 0 for the schedule's own"
         words = f"{schedule.name} does not put that many stages on a rank. Legal pp_stages_per_rank: {legal}"
         yield Fault("stages are the schedule's", "pp_stages_per_rank", words, shapes_layout=True, offers_choices=False)
-    if x.pp * turns > (effective := effective_layers(layers)):
-        words = (
-            f"{schedule.name} makes {x.pp * turns} stages for {effective} effective layers ({layers} layers, and one "
-        )
-        words += "each for the embedding and the output)"
-        yield Fault("stages have layers", "pp", words, shapes_layout=True)
     made, least = facts.microbatches, schedule.least_microbatches(x.pp)
     if x.local_batch % x.microbatch == 0 and not schedule.takes(made, x.pp):
         words = f"at microbatch {x.microbatch} it makes {made} micro-batches, and {schedule.name} on pp {x.pp} "
@@ -491,7 +492,8 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield "dispatcher: DeepEP is emulated on plain collectives: its numerics, not its speed"
     if x.precision is Precision.NVFP4:
         yield f"precision: {NUMBERS_ONLY}"
-    yield from _padding_note(facts)
+    if padding := _padding(facts):
+        yield f"padding: {padding}"
     # TorchTitan's default, CUDA graphs on, would be refused.
     if x.pp > 1 or (x.ep > 1 and x.ep_backend is not EPBackend.MINIMAL_ASYNC_EP):
         cause = "pipeline parallelism" if x.pp > 1 else f"ep_backend {x.ep_backend.value}, which waits for the host"
@@ -520,24 +522,20 @@ def _notes(facts: Facts) -> Iterator[str]:
         yield f"learning rate: TorchTitan shortens warmup_steps {x.warmup_steps} to the {x.steps} steps of this run"
 
 
-def _padding_note(facts: Facts) -> Iterator[str]:
-    kernels, precision = facts.experiment.mxfp8_kernels, facts.experiment.precision
-    native, emulated = GROUP_PADDING["mxfp8_native"], GROUP_PADDING["mxfp8_emulated"]
+def _padding(facts: Facts) -> str:
+    """To what each expert's tokens are padded; nothing for BF16 with a dispatcher that does not pad."""
+    x, native, emulated = facts.experiment, GROUP_PADDING["mxfp8_native"], GROUP_PADDING["mxfp8_emulated"]
     raised = f"{emulated} tokens raised to {native}, which torchao's quantisation kernel needs on SM100"
-    plain = "each expert's tokens are padded to a multiple of"
-    if precision is Precision.FP8 or (precision is Precision.MXFP8 and kernels == "emulated"):
-        yield f"padding: {plain} {GROUP_PADDING['fp8' if precision is Precision.FP8 else 'mxfp8_emulated']}"
-    elif precision is Precision.NVFP4:
-        yield f"padding: {plain} {GROUP_PADDING['nvfp4']}, emulated"
-    elif precision is Precision.MXFP8:
-        if native_mxfp8(facts.experiment, facts.capability):
-            yield f"padding: {raised}"
-        elif facts.capability is None:
-            yield f"padding: {plain} {emulated} where MXFP8 is emulated; {raised}"
-        else:
-            yield f"padding: {plain} {emulated}, emulated"
-    elif facts.experiment.ep_backend is EPBackend.DEEPEP:
-        yield f"padding: {plain} {GROUP_PADDING['bf16']}"
+    if native_mxfp8(x, facts.capability):
+        return raised
+    if x.precision is Precision.BF16 and x.ep_backend is not EPBackend.DEEPEP:
+        return ""
+    size = GROUP_PADDING["mxfp8_emulated" if x.precision is Precision.MXFP8 else x.precision.value]
+    padded = f"each expert's tokens are padded to a multiple of {size}"
+    chosen = x.precision is Precision.MXFP8 and x.mxfp8_kernels == "auto"
+    if chosen and facts.capability is None:
+        return f"{padded} where MXFP8 is emulated; {raised}"
+    return f"{padded}, emulated" if chosen or x.precision is Precision.NVFP4 else padded
 
 
 def _beyond_a_node(facts: Facts) -> str:

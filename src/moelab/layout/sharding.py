@@ -50,6 +50,10 @@ class Held(NamedTuple):
     dense: int
     experts: int
 
+    def plus(self, other: Held, times: int = 1) -> Held:
+        """With so many of another."""
+        return Held(*(one + times * more for one, more in zip(self, other, strict=True)))
+
     @property
     def gathered(self) -> int:
         """Elements while the parameters are in use."""
@@ -97,8 +101,7 @@ def held(shape: ModelShape, modules: StageModules, degrees: Degrees, where: Coor
     total = NOTHING
     for count, module in parts:
         if count:
-            one = module_held(shape, module, degrees, where)
-            total = Held(*(a + count * b for a, b in zip(total, one, strict=True)))
+            total = total.plus(module_held(shape, module, degrees, where), count)
     return total
 
 
@@ -115,7 +118,7 @@ def module_held(shape: ModelShape, module: str, degrees: Degrees, where: Coordin
     """Elements of one top module's parameters on a rank."""
     total = NOTHING
     for parameter in parameters(shape, module):
-        total = Held(*(a + b for a, b in zip(total, _parameter_held(parameter, degrees, where), strict=True)))
+        total = total.plus(_parameter_held(parameter, degrees, where))
     return total
 
 

@@ -163,28 +163,28 @@ def _require_same_step(explanation: Explanation, experiment: Experiment) -> None
         )
     shape, layout, layers = shape_for(experiment), check(experiment).layout, len(explanation.layers_ms)
     if layers and layout:  # without FSDP no layer is named; an illegal layout is refused by the projection
-        modules = [[name for stage in stages for name in layout.stages[stage]] for stages in layout.stages_of_rank]
-        counts = sorted({sum(name.startswith("layers.") for name in names) for names in modules})
+        of_stage = [sum(name.startswith("layers.") for name in names) for names in layout.stages]
+        counts = sorted({sum(of_stage[stage] for stage in stages) for stages in layout.stages_of_rank})
         if layers not in counts:
             owner = "the experiment's model has" if layout.pp == 1 else "ranks of the experiment's pipeline have"
             raise BadInput(
                 f"the trace has {layers} layers, {owner} {' or '.join(map(str, counts))}: the two steps are not of the "
                 "same model; give the file of the run that was traced, or set shape.n_layers"
             )
-    operands = [
-        (one.op, [int(side) for side in re.findall(r"\d+", operand)])
-        for one in explanation.products
-        for operand in (one.shape or "").split(" × ")
-    ]
+    shapes = [(one.op, one.shape or "") for one in explanation.products]
     # Whatever the batch and the parallelism, products of every layer have the model's width as one of their sides.
-    sides = {side for _, operand in operands for side in operand}
+    sides = {int(side) for _, operands in shapes for side in re.findall(r"\d+", operands)}
     if sides and shape.dim not in sides:
         raise BadInput(
             f"the trace is of another model than the experiment, whose width is {shape.dim}: none of its products has "
             f"a side of {shape.dim}; give the file of the run that was traced"
         )
     local = shape.num_experts // experiment.ep
-    experts = {operand[0] for op, operand in operands if "grouped" in op and len(operand) == 3}  # (experts, K, N)
+    # A grouped product's weights are (experts, K, N).
+    weights = [
+        found for op, operands in shapes if "grouped" in op for found in re.findall(r"\[(\d+), \d+, \d+\]", operands)
+    ]
+    experts = set(map(int, weights))
     if experts - {local}:
         raise BadInput(
             f"the trace multiplies by {max(experts)} experts on this rank, the experiment has {local} "

@@ -203,8 +203,8 @@ class Rank:
         self._classify()
         self._mark_recomputation()
         self.cut = Cut.of(self.start, self.end, self.part)
-        # Which calls wait for the GPU.
-        self.blocks = np.asarray([bool(_BLOCKS.search(trace.names[name])) for name in trace.calls["name"]], bool)
+        waits = [index for index, name in enumerate(trace.names) if _BLOCKS.search(name)]
+        self.blocks = np.isin(trace.calls["name"], waits)  # which calls wait for the GPU
 
     def name(self, place: int) -> str:
         """Name of an event."""
@@ -246,13 +246,12 @@ class Rank:
         return events[kept], rows[kept]
 
     def _choose_step(self, wanted: int | None) -> None:
-        file, launched = self.trace.path.name, np.append(self.trace.calls["start"], 0.0)[self.call]
-        began = np.where(self.call >= 0, launched, self.events["start"])  # kernels run after the host has gone on
+        file, starts, ends = self.trace.path.name, self.events["start"], self.events["end"]
+        launched = np.append(self.trace.calls["start"], 0.0)[self.call]
+        began = np.where(self.call >= 0, launched, starts)  # kernels run after the host has gone on
         inside = {name: (began >= start) & (began < end) for name, start, end in self.trace.steps}
-        spans = {
-            name: np.ptp(self.events[of][["start", "end"]].tolist()) / 1e3 for name, of in inside.items() if of.any()
-        }
-        self.steps = tuple((name, float(ms)) for name, ms in spans.items() if ms > 0)  # that launched something
+        spans_us = {name: float(ends[of].max() - starts[of].min()) for name, of in inside.items() if of.any()}
+        self.steps = tuple((name, us / 1e3) for name, us in spans_us.items() if us > 0)  # that launched something
         self.step_count = 1 if wanted is not None else max(1, len(self.steps))
         numbers = {int(found[0]): name for name in inside if (found := re.search(r"\d+", name))}
         if wanted is not None:
