@@ -194,10 +194,8 @@ def pipeline_faults(facts: Facts) -> Iterator[Fault]:
         return
     turns, layers = facts.stages_per_rank, facts.shape.n_layers
     if x.pp * turns > (effective := effective_layers(layers)):
-        words = (
-            f"{x.pp_schedule} makes {x.pp * turns} stages for {effective} effective layers ({layers} layers, and one "
-        )
-        words += "each for the embedding and the output)"
+        words = f"{x.pp_schedule} makes {x.pp * turns} stages for {effective} effective layers ({layers} layers, and "
+        words += "one each for the embedding and the output)"
         yield Fault("stages have layers", "pp", words, shapes_layout=True)
     if schedule is None:
         words = "there is no such schedule; names are spelt as TorchTitan spells them"
