@@ -62,14 +62,11 @@ def tensorboard(path: Path, *launches: Norms, start_s: float = 0.0) -> Path:
 
 
 def wandb(path: Path, *launches: Norms) -> Path:
-    file, words = path.with_suffix(".jsonl"), {"nan": "NaN", "inf": "Infinity"}
     rows = [
-        {"_step": step, "loss_metrics/global_avg_loss": loss_of(step), "grad_norm": words.get(str(norm), norm)}
-        for norms in launches
-        for step, norm in norms.items()
+        f"{step},{loss_of(step)},{'' if norm is None else norm}" for norms in launches for step, norm in norms.items()
     ]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    return file
+    path.with_suffix(".csv").write_text("\n".join(["_step,loss_metrics/global_avg_loss,grad_norm", *rows]))
+    return path.with_suffix(".csv")
 
 
 @pytest.mark.parametrize("source", [log, tensorboard, wandb])

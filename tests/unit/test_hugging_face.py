@@ -87,7 +87,17 @@ def test_grouped_queries_count_as_torchtitans(name: str, family: Any, flavor: st
     ("changes", "said"),
     [
         ({"num_experts": None}, "no experts"),
-        ({"num_experts": 0}, "no experts"),  # Granite 4's dense models
+        ({"num_experts": 0}, "no experts: num_experts is 0"),  # Granite 4's dense models
+        ({"num_experts": None, "moe_config": {"n": 8}}, "outside of moe_config, which is not read"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; valid: 1 to"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0; valid: 1 to"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; valid: 1 to"),
+        ({"num_experts_per_tok": None, "moe_topk": [8] * 48}, "moe_topk is [8, 8,"),
+        ({"num_experts_per_tok": None, "moe_topk": 8, "tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        (
+            {"attention_other_setting": {"num_attention_heads": 96}},
+            "attention_other_setting {'num_attention_heads': 96}",
+        ),
         ({"num_experts": [64, 64]}, r"num_experts is \[64, 64\]; valid: one whole number"),
         ({"hidden_size": None}, "it lacks hidden_size or dim"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2: dense layers"),
@@ -244,3 +254,23 @@ def test_every_published_model_is_planned_and_projected(name: str) -> None:
         assert "extrapolated" in projection.label
         assert 0.01 < projection.mfu["computed"] < 0.6
         assert projection.interval[0] < projection.tps < projection.interval[1]
+
+
+def test_the_sum_of_a_heads_parts_is_known_and_another_is_not(read: Any) -> None:
+    """DeepSeek-V3 as transformers saves it, and GLM-5."""
+    saved = V3 | {"qk_head_dim": V3["qk_nope_head_dim"] + V3["qk_rope_head_dim"]}
+    assert read(saved).shape == read(V3).shape
+    with pytest.raises(BadInput, match="qk_head_dim 191: not known"):
+        read(saved | {"qk_head_dim": 191})
+
+
+def test_dbrx_has_its_dimensions_in_two_parts(read: Any) -> None:
+    """databricks/dbrx-base: 132B parameters, of which 36B are active."""
+    attention, experts = (
+        {"kv_n_heads": 8, "clip_qkv": 8},
+        {"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4},
+    )
+    parts = {"attn_config": attention, "ffn_config": experts}
+    model = read({"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 40, "vocab_size": 100352} | parts)
+    counts = count_parameters(model.dimensions)
+    assert (round(counts.total / 1e9), round(counts.active / 1e9)) == (132, 36)

@@ -88,7 +88,7 @@ def test_damaged_text(tmp_path: Path) -> None:
 
 
 # Each form with what it says: those of torchtitan's train.py and components/metrics.py by the date of their commit,
-# pytorch/torchtitan#1814 and #1461 (experiments without mfu), and what forks change. MEMORY stands for the usual words.
+# pytorch/torchtitan#1814 and #1461 (experiments without mfu). MEMORY stands for the usual words.
 FORMS: dict[str, tuple[str, dict[str, float]]] = {
     "15 March 2024": ("step:  1  loss: 12.2500  MEMORY  wps: 2,361", {}),
     "20 March 2024": ("step:  1  loss: 12.2500  MEMORY  wps: 2,361  mfu: 13.50%", {"mfu": 13.5}),
@@ -96,19 +96,12 @@ FORMS: dict[str, tuple[str, dict[str, float]]] = {
         "step:  1  loss: 12.2500  MEMORY  tps: 2,361  tflops: 1,034.50  mfu: 13.50%", {"mfu": 13.5, "tflops": 1034.5}
     ),
     "no mfu": ("step:  1  loss: 12.2500  MEMORY  tps: 2,361", {}),
-    "no thousands": ("step: 1  loss: 1.225e+01  MEMORY  tps: 2361.0  mfu: N/A", {}),
-    "other order": ("step: 1/500  loss: 12.25  lr: 3.0e-04  tps: 2,361  memory: 42496 MiB (43.75 %)", {"lr": 3e-4}),
-    "separators": ("step: 1 | loss: 12.25 | MEMORY | tps: 2,361, grad_norm: 0.5", {"grad_norm": 0.5}),
-    "elapsed": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  elapsed: 0:00:03", {}),
-    "in thousands": ("step: 1  loss: 12.25  MEMORY  tps: 2.361k  tflops: --  mfu: 13.5%", {"mfu": 13.5}),
-    "no sign": ("step: 1  loss: 12.25  MEMORY  tps: 2,361  mfu: 13.5", {"mfu": 13.5}),
-    "a fork's own": ("step: 1  loss: 12.25  _aux: 0.01  MEMORY  tps: 2,361", {}),
     "infinite": ("step: 1  loss: 12.25  grad_norm:  INF  MEMORY  tps: 2,361", {"grad_norm": math.inf}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_line_of_every_release_and_of_forks(form: str) -> None:
+def test_a_step_line_of_every_release(form: str) -> None:
     text, more = FORMS[form]
     text = text.replace("MEMORY", "memory: 41.50GiB(43.75%)")
     row = read_log([stamped(0, text), stamped(1, text.replace("step: ", "step: 1"))]).rows.iloc[0]
@@ -123,30 +116,25 @@ def test_a_line_torn_at_its_end_is_dropped_where_others_are_longer_and_kept_wher
     assert read_log(torn).rows["step"].tolist() == [1, 3]  # `4,0` is no number with thousands
     longer = [stamped(n, step(n, 7.25)) for n in (3, 4)]
     assert read_log([stamped(2, short.format(2, "00")), *longer]).rows["step"].tolist() == [3, 4]
-    percent = [stamped(n, short.format(n, "00  mfu: 13.5") + "0%") for n in (3, 4)]
-    assert read_log([*percent, percent[0].replace("step: 3", "step: 5")[:-5]]).rows["step"].tolist() == [3, 4]
 
 
 LOCAL, AS_UTC = START.timestamp() + 5.481, START.replace(tzinfo=UTC).timestamp() + 5.481
-# What stands around a TEXT, and the moment of the first.
+# What stands in front of a line, and the moment of the first.
 STAMPS = {
-    "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # torchrun
-    "12: b200-a001: [titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - TEXT": LOCAL,  # srun --label
-    "%Y-%m-%dT%H:%M:%S.481123456Z [rank0]: TEXT": AS_UTC,  # kubectl --timestamps
-    "train\tRun\t%Y-%m-%dT%H:%M:%S.4810000Z TEXT": AS_UTC,  # GitHub Actions
-    "%Y-%m-%dT%H:%M:%S.481+02:00 TEXT": AS_UTC - 7200,
-    "[%Y-%m-%d %H:%M:%S,481794][I][components/metrics:437:log] TEXT": LOCAL,  # auroraGPT-ANL/torchtitan, aurora.md
-    "%Y-%m-%d %H:%M:%S.481 | INFO     | torchtitan.metrics:log:437 - TEXT": LOCAL,  # loguru
-    "[%m/%d/%y %H:%M:%S] INFO     TEXT      metrics.py:437": LOCAL - 0.481,  # rich
-    "TEXT": math.nan,
+    "[rank0]:[rank0]:[titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - ": LOCAL,  # torchrun
+    "12: b200-a001: [titan] %Y-%m-%d %H:%M:%S,481 - root - INFO - ": LOCAL,  # srun --label
+    "%Y-%m-%dT%H:%M:%S.481123456Z [rank0]: ": AS_UTC,
+    "%Y-%m-%dT%H:%M:%S.481+02:00 ": AS_UTC - 7200,
+    "[%Y-%m-%d %H:%M:%S,481794][I][components/metrics:437:log] ": LOCAL,  # auroraGPT-ANL/torchtitan, aurora.md
+    "": math.nan,
 }
 
 
 @pytest.mark.parametrize(("around", "first"), STAMPS.items(), ids=[*map(str, range(len(STAMPS)))])
-def test_time_stamps_and_what_else_stands_around_a_line(around: str, first: float) -> None:
+def test_time_stamps_and_what_else_stands_before_a_line(around: str, first: float) -> None:
     # A line without its mfu, which has to end where the line does.
     texts = {n: step(n, 8 - n / 10).partition("  tflops")[0] for n in (1, 2, 3)}
-    lines = [(START + timedelta(seconds=5 * n)).strftime(around).replace("TEXT", text) for n, text in texts.items()]
+    lines = [(START + timedelta(seconds=5 * n)).strftime(around) + text for n, text in texts.items()]
     rows = read_log(lines).rows
     assert steps(rows) == [(0, 1, 7.9), (0, 2, 7.8), (0, 3, 7.7)]
     assert rows["time"].tolist() == pytest.approx([first, first + 5, first + 10], abs=1e-3, nan_ok=True)
@@ -348,9 +336,8 @@ def test_a_packed_log_that_was_cut_off_gives_what_it_has_and_says_so(tmp_path: P
         ("step: 1  loss: 7.2  memory: 1.00GiB(1.00%)  tps: 4_000  mfu: N/A\n", "cut off or in another format"),
         ("step:  1  los\nfoo\n", "cut off or in another format"),
         ("step by step\n", "no TorchTitan step line ('step: N  loss: …"),
-        (b"PK\x03\x04", "is a zip archive"),
-        (b"\x28\xb5\x2f\xfd", "is compressed with zstd"),
-        ("step: 1".encode("utf-16"), "is in UTF-16"),
+        (b"PK\x03\x04", "packed as moelab does not read it"),
+        (b"\x28\xb5\x2f\xfd", "packed as moelab does not read it"),
         (bytes(range(256)), "it is binary"),
     ],
 )
@@ -377,9 +364,8 @@ def test_a_step_number_that_no_table_holds_is_damage(digits: int) -> None:
 # Several runs in one file --------------------------------------------------------------------------------------------
 
 
-def launch(first: int, last: int, at: float, shift: float = 0.0, ep: int | None = None) -> list[str]:
-    mesh = f"Building device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=8, cp=1, tp=1, ep={ep}"
-    lines = [*([stamped(at, mesh)] if ep else []), stamped(at + 1, start(first))]
+def launch(first: int, last: int, at: float, shift: float = 0.0) -> list[str]:
+    lines = [stamped(at + 1, start(first))]
     return lines + [stamped(at + 10 * n, step(n, 9 - n / 10 + shift)) for n in range(first, last + 1)]
 
 
@@ -389,36 +375,28 @@ def without_times(lines: list[str]) -> list[str]:
 
 ONE, OTHER = launch(1, 30, 0), launch(1, 30, 1000, 0.013)
 THREE = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
-AUTUMN = launch(1, 10, 3600) + [
-    line for line in launch(11, 20, 30) if "step:" in line
-]  # the clock goes back by an hour
-TWO = [(f"job (run {number} of 2)", 1, [*range(1, 31)]) for number in (1, 2)]
-RESTART_OF_THREE = [("job", 3, [*range(1, 13), *range(11, 23), *range(21, 31)])]
 
 
 @pytest.mark.parametrize(
-    ("lines", "runs"),
+    ("lines", "segments", "seen"),
     [
-        *[
-            (chain(*launches), RESTART_OF_THREE) for launches in permutations(THREE)
-        ],  # in whatever order they are pasted
-        (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), [("job", 2, [*range(1, 6), *range(1, 31)])]),  # no checkpoint
-        (AUTUMN, [("job", 1, [*range(1, 21)])]),
-        *[(lines, TWO) for lines in (ONE + OTHER, OTHER + ONE, without_times(ONE + OTHER))],  # of other seeds
-        (launch(1, 30, 0, ep=8) + launch(1, 30, 1000, 0.0001, ep=4), TWO),  # of other settings
+        *[(chain(*launches), 3, [*range(1, 13), *range(11, 23), *range(21, 31)]) for launches in permutations(THREE)],
+        (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), 2, [*range(1, 6), *range(1, 31)]),  # no checkpoint
     ],
 )
-def test_a_restart_is_one_run_and_other_seeds_or_settings_are_others(
-    tmp_path: Path, lines: Iterable[str], runs: list[tuple[str, int, list[int]]]
+def test_a_restart_is_one_run_in_whatever_order_it_was_pasted(
+    tmp_path: Path, lines: Iterable[str], segments: int, seen: list[int]
 ) -> None:
     (tmp_path / "job.log").write_text("".join(lines))
-    assert [(run.run, run.segments, run.rows["step"].tolist()) for run in collect(tmp_path / "job.log")] == runs
+    (run,) = collect(tmp_path / "job.log")
+    assert (run.segments, run.rows["step"].tolist()) == (segments, seen)
 
 
-def test_of_two_runs_one_diverged(tmp_path: Path) -> None:
-    (tmp_path / "job.log").write_text("".join(ONE + OTHER).replace(" 6.00000", " nan"))
-    reasons = [run.status.reason for run in collect(tmp_path / "job.log")]
-    assert reasons == ["loss is nan at step 30 (segment 0)", None]
+@pytest.mark.parametrize("lines", [ONE + OTHER, OTHER + ONE, without_times(ONE + OTHER)])
+def test_two_runs_one_after_the_other_are_refused(tmp_path: Path, lines: list[str]) -> None:
+    (tmp_path / "job.log").write_text("".join(lines))
+    with pytest.raises(BadInput, match=r"job\.log: it holds two runs, of which one has a loss of 8\.9"):
+        collect(tmp_path / "job.log")
 
 
 @pytest.mark.parametrize("lag", [2, 95])
@@ -426,7 +404,7 @@ def test_two_runs_whose_lines_are_mixed_are_refused(tmp_path: Path, lag: int) ->
     mixed = sorted(ONE + launch(1, 30, lag, 0.013), key=lambda line: line[16:39])
     for lines in (mixed, without_times(mixed)):
         (tmp_path / "job.log").write_text("".join(lines))
-        with pytest.raises(BadInput, match=r"job\.log: .*two runs are mixed"):
+        with pytest.raises(BadInput, match=r"job\.log: .*two runs"):
             collect(tmp_path / "job.log")
 
 

@@ -82,9 +82,8 @@ def test_folders_of_several_runs(tmp_path: Path) -> None:
     assert runs == [("bf16", 1, [5.0]), ("mxfp8/seed1", 1, [5.0])]
     for created, date, loss in ((100, "20260914-0310", 8.0), (200, "20260914-0500", 8.1)):
         write(tmp_path / "two" / date, created, {1: metrics(loss), 2: metrics(loss - 1)})
-    assert [one.run for one in collect(tmp_path / "two")] == ["two (run 1 of 2)", "two (run 2 of 2)"]
-    write(tmp_path / "two" / "20260914-0700", 300, {2: metrics(6.0), 3: metrics(5.0)})
-    assert [one.segments for one in collect(tmp_path / "two")] == [2, 1]
+    with pytest.raises(BadInput, match="two: it holds two runs"):
+        collect(tmp_path / "two")
 
 
 def test_folder_without_metrics(tmp_path: Path) -> None:

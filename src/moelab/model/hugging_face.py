@@ -20,26 +20,36 @@ from typing import Any
 from moelab.data import read_yaml
 from moelab.errors import BadInput
 from moelab.experiment import MOST_LAYERS, Experiment
+from moelab.files import read_json
 from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES, ModelShape, shape_for
 
 TAKEN = {
     "vocab_size": ("vocab_size",),
-    "dim": ("hidden_size", "dim"),
+    "dim": ("hidden_size", "dim", "d_model"),
     "n_layers": ("num_hidden_layers", "n_layers"),
     "n_heads": ("num_attention_heads", "n_heads"),
-    "n_kv_heads": ("num_key_value_heads", "n_kv_heads"),
+    "n_kv_heads": ("num_key_value_heads", "n_kv_heads", "kv_n_heads"),
     "head_dim": ("head_dim",),
     **{name: (name,) for name in OF_LATENT_ATTENTION},
     "n_dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
     "dense_hidden_dim": ("intermediate_size_mlp", "intermediate_size", "hidden_dim"),
-    "moe_hidden_dim": ("moe_intermediate_size", "expert_hidden_dim", "intermediate_size", "hidden_dim"),
+    "moe_hidden_dim": (
+        "moe_intermediate_size",
+        "expert_hidden_dim",
+        "ffn_hidden_size",
+        "intermediate_size",
+        "hidden_dim",
+    ),
     "num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k"),
+    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
+    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
     "expert_groups": ("n_group", "num_expert_groups"),
     "limited_groups": ("topk_group", "num_expert_groups_per_tok"),
 }
 """Names that configurations have for each dimension; the first that is there counts."""
+MAY_BE_ZERO = ("n_dense_layers", "num_shared_experts", "q_lora_rank", "expert_groups", "limited_groups")
+LARGEST = 10_000_000
+"""Of any dimension; vocabularies have a fifth of a million entries."""
 NEEDED = ("vocab_size", "dim", "n_layers", "n_heads", "moe_hidden_dim", "top_k")
 READ = (
     r"model_type|architectures|scor(ing|e)_func(tion)?|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
@@ -67,7 +77,9 @@ LEFT = {
 """What is left out on purpose, by the names of its keys."""
 NUMBER = r".*(_size|_dims?|_heads?|_rank|_experts?|_layers?|_interval|_freq|_step|_period|_offset|_mult)$|(num|n)_"
 """Names of keys that count something."""
-ARRANGEMENT = r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|use_residual|_enum$|_config$)"
+ARRANGEMENT = (
+    r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|use_residual|_enum$|_config$|other_setting)"
+)
 """Names of keys that, of whatever type, tell of other layers than attention and experts."""
 HARMLESS = (
     r"(num_)?(pad|bos|eos|decoder|sep|cls|begin|end|unk|mask)_.*|num_(labels|beams|beam_groups|return_sequences)|"
@@ -78,6 +90,8 @@ HARMLESS = (
 """Keys that change neither weights nor products, which nobody needs to be told of."""
 INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe")
 """Keys under which a model of several modalities has its language model, and Mistral its experts."""
+PARTS = ("attn_config", "ffn_config")
+"""Keys under which DBRX has the dimensions of its attention and of its experts."""
 WINDOWS = ("sliding_attention", "chunked_attention")
 STEPS = (
     "moe_layer_freq",
@@ -150,6 +164,9 @@ def read_model(source: str) -> HuggingFaceModel:
         config = presets[source]["config"]
     else:
         raise BadInput(f"{source}: no such file, nor one of the models {', '.join(presets)}")
+    for key in PARTS:
+        if isinstance(part := config.get(key), dict):
+            config = {**part, **config}  # the kind of model stands outside
     whole = dict(config)
     # Two levels deep in Qwen3-Omni; what stands outside counts where the inside does not say it.
     while inner := next((config[key] for key in INSIDE if isinstance(config.get(key), dict)), None):
@@ -163,10 +180,10 @@ def read_model(source: str) -> HuggingFaceModel:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        raise BadInput(f"{path}: a folder without config.json or params.json")
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except IsADirectoryError:
-        raise BadInput(f"{path}: a folder without config.json or params.json") from None
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
@@ -179,14 +196,26 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     used = {field: next((key for key in keys if config.get(key) is not None), None) for field, keys in TAKEN.items()}
     shape: dict[str, Any] = {field: config[key] for field, key in used.items() if key}
     if not shape.get("num_experts"):  # 0 is what a dense sibling of a family writes
-        raise BadInput(f"no experts: it has none of {', '.join(TAKEN['num_experts'])}; valid: a mixture of experts")
+        zero = f"{used['num_experts']} is {shape['num_experts']}" if used["num_experts"] else ""
+        lacks = f"it has none of {', '.join(TAKEN['num_experts'])}"
+        if parts := [
+            key for key, value in whole.items() if isinstance(value, dict) and re.search("moe|ffn|expert", key)
+        ]:
+            raise BadInput(f"{lacks} outside of {', '.join(parts)}, which is not read; valid: these keys at the top")
+        raise BadInput(f"no experts: {zero or lacks}; valid: a mixture of experts")
+    if config.get("tie_word_embeddings") or config.get("tied_embeddings"):
+        raise BadInput("tie_word_embeddings is true: the head shares the embedding's weights; valid: false")
     latent = "kv_lora_rank" in shape
+    left = (*_left(config, whole),)
     needed = (*NEEDED, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim") if latent else NEEDED
     if lacking := [" or ".join(TAKEN[field]) for field in needed if field not in shape]:
         raise BadInput(f"it lacks {', '.join(lacking)}")
     # A bool is an int too, by `isinstance`.
-    if wrong := [f"{used[field]} is {value!r}" for field, value in shape.items() if type(value) is not int]:
+    if wrong := [f"{used[field]} is {str(value)[:60]}" for field, value in shape.items() if type(value) is not int]:
         raise BadInput(f"{', '.join(wrong)}; valid: one whole number for all layers")
+    least = {field: 0 if field in MAY_BE_ZERO else 1 for field in shape}
+    if wrong := [f"{used[field]} is {value}" for field, value in shape.items() if not least[field] <= value <= LARGEST]:
+        raise BadInput(f"{', '.join(wrong)}; valid: 1 to {LARGEST:,}")
 
     shape["n_dense_layers"] = _dense_layers(config, shape)
     if not shape["n_dense_layers"]:
@@ -225,7 +254,7 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
             if field not in others and getattr(base, field, None) != value
         },
         taken=tuple(dict.fromkeys(key for field, key in used.items() if key and field not in others)),
-        left=(*_left(config, whole), f"how the router scores: planned as in {base.name}"),
+        left=(*left, f"how the router scores: planned as in {base.name}"),
     )
 
 
@@ -233,7 +262,7 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     """How many layers without experts come first.
 
     Raises:
-        BadInput: if layers are arranged in another way, attention is of several kinds, or the head is the embedding.
+        BadInput: if layers are arranged in another way, or attention is of several kinds.
     """
     for key in ("mlp_only_layers", "moe_layers", "layer_types", "mlp_layer_types", "attn_type_list"):
         if not isinstance(config.get(key) or [], list):
@@ -245,8 +274,6 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     if kinds or 0 in (config.get("attn_type_list") or ()):
         named = ", ".join(kinds) or "attn_type_list has 0"
         raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
-    if config.get("tie_word_embeddings") or config.get("tied_embeddings"):
-        raise BadInput("tie_word_embeddings is true: the head shares the embedding's weights; valid: false")
     if shape["n_layers"] > MOST_LAYERS:
         raise BadInput(f"num_hidden_layers is {shape['n_layers']}; valid: at most {MOST_LAYERS:,}")
     layers = range(shape["n_layers"])
@@ -275,7 +302,9 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
     Raises:
         BadInput: for a number of something that has no place in a shape.
     """
-    known = {*(key for keys in TAKEN.values() for key in keys), *STEPS, *INSIDE}
+    known = {*(key for keys in TAKEN.values() for key in keys), *STEPS, *INSIDE, *PARTS}
+    if config.get("qk_head_dim") == sum(config.get(part) or 0 for part in ("qk_nope_head_dim", "qk_rope_head_dim")):
+        known.add("qk_head_dim")  # which transformers writes beside its parts
     rest = [key for key, value in whole.items() if value not in (None, False, 0) and key not in known]
     rest = [key for key in rest if not re.fullmatch(READ, key) and not re.fullmatch(HARMLESS, key)]
     for words, names in LEFT.items():

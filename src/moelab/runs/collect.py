@@ -29,10 +29,9 @@ from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import Statement, cause, rank_folders
-from moelab.runs.log import read_log, read_runs
+from moelab.runs.log import no_steps, read_log
 from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
 from moelab.runs.metrics import read_metrics
-from moelab.runs.settings import launch_settings
 from moelab.runs.side_files import SideFiles, read_side_files
 from moelab.runs.status import State, Status
 from moelab.runs.table import (
@@ -359,25 +358,16 @@ def collect(path: Path) -> list[Collected]:
     if discovered and discovered.runs:
         return collect_runs(discovered.runs)
     reads, ended = _read_folder(path) if path.is_dir() else _read_file(path)
-    # Of several runs, the one that logged last is the one that ended; without times it is the last.
-    ends = [np.fmax.reduce(read.columns.get("time", ()), initial=-math.inf) for read in reads]
-    last = max(zip(ends, range(len(ends)), strict=True))[1]
-    name = path.stem.removesuffix(".log")
-    collected = [
-        _from_elsewhere(read, name, ended if number == last else None)
-        for number, read in enumerate(reads)
-        if len(read.rows) or (ended and number == last)
-    ]
-    if not collected:
+    if not ended and not any(len(read.rows) for read in reads):
         raise BadInput(f"{path}: no step in it has a value of one of TorchTitan's metrics; give what has logged a step")
-    return collected
+    return [_from_elsewhere(read, path.stem.removesuffix(".log"), ended) for read in reads if ended or len(read.rows)]
 
 
 def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None) -> Collected:
     run = one_line(read.run or name)  # an export names its runs, a log does not
     reason = read.reason or (str(ended) if ended else None)
     return Collected(
-        run=run if read.name is None else f"{run} ({read.name})",
+        run=run,
         arm="",
         seed=None,
         status=Status(state=State.FAILED if reason else State.UNKNOWN, reason=reason),
@@ -391,18 +381,15 @@ def _from_elsewhere(read: MetricsRead, name: str, ended: Statement | None) -> Co
 
 
 def _read_file(path: Path) -> tuple[list[MetricsRead], Statement | None]:
-    """The metrics of each run in a file, and what ended the last if something there shows that it failed."""
+    """The metrics of each run in a file, and what ended it if something there shows that it failed."""
     if path.name.startswith("events.out.tfevents"):
         return read_tensorboard(path.parent), None
     if is_export(path):
         return read_wandb(path), None
-    try:
-        return read_runs(path, list(launch_settings(path))), cause(None, tail(path))
-    except NotALog:
-        # A job that fails before its first step leaves a log all the same.
-        if path.is_file() and (ended := cause(None, tail(path))):
-            return [read_log([])], ended
-        raise
+    read, ended = read_log(path), cause(None, tail(path))
+    if not ended and not len(read.rows):  # a job that fails before its first step leaves a log all the same
+        raise no_steps(path)
+    return [read], ended
 
 
 def _read_folder(folder: Path) -> tuple[list[MetricsRead], Statement | None]:

@@ -22,7 +22,7 @@ import re
 import signal
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib import resources
 from pathlib import Path
@@ -99,8 +99,8 @@ def _table() -> dict[str, Any]:
         for row in content["lines"]
     ]
     exceptions = [(Kind[row["kind"]], re.compile(row["pattern"], re.I)) for row in content["exceptions"]]
-    lost = re.compile(content["lost_peer"], re.I)
-    return {"lines": lines, "exceptions": exceptions, "lost": lost, "signs": f"{content['signs']}|{_OWN_SIGNS}"}
+    lost, signs = re.compile(content["lost_peer"], re.I), re.compile(f"{content['signs']}|{_OWN_SIGNS}")
+    return {"lines": lines, "exceptions": exceptions, "lost": lost, "signs": signs}
 
 
 def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path | None = None) -> Statement | None:
@@ -115,7 +115,7 @@ def cause(logs: Path | None, *texts: str, ranks_per_node: int = 0, traces: Path 
     Returns:
         None if nothing shows that the run failed.
     """
-    scans = [Scan(unbroken(text)) for text in texts]
+    scans = [_Scan(unbroken(text)) for text in texts]
     of_texts = [list(scan.statements()) for scan in scans]
     done = [text for text, scan, made in zip(texts, scans, of_texts, strict=True) if scan.is_completed and not made]
     if done:  # what another text tells of came before, or was of others, unless it is of a later launch
@@ -175,7 +175,7 @@ def _of_ranks(logs: Path, ranks_per_node: int, places: Sequence[tuple[int, int]]
         rank = first + int(folder.name)
         # Exceptions first: among equals, what was read first is the cause.
         files = [file for name in ("stderr.log", "stdout.log") if (file := folder / name).is_file()]
-        scans = [(file, Scan(tail(file, RANK_TAIL_BYTES), rank=rank)) for file in files]
+        scans = [(file, _Scan(tail(file, RANK_TAIL_BYTES), rank=rank)) for file in files]
         own = {number for _, scan in scans for number in scan.own_ranks}
         rank = own.pop() if len(own) == 1 else rank  # by PyTorch, which knows best where folders do not tell
         yield from _recorded(folder / "error.json", rank)
@@ -189,25 +189,26 @@ def _recorded(file: Path, rank: int) -> Iterator[Statement]:
     """What ``torch.distributed.elastic``'s ``@record`` wrote; nothing where that is missing or torn."""
     try:
         content = read_json(file)["message"]
-        if isinstance(content, str):
+        if isinstance(content, str):  # of older versions of torch
             content = {"message": content}
         extra = content.get("extraInfo", {})
         time, called = float(extra.get("timestamp", math.inf)), str(extra.get("py_callstack", ""))
         message = str(content["message"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return
-    # A traceback names the exception in full and has its frame; older versions of torch wrote the message alone.
+    # A traceback names the exception in full and has its frame.
     kind, _, words = message.partition("\n")[0].partition(": ")
     text = called if called.startswith(TRACEBACK) and (words or kind) in called else f"{TRACEBACK}:\n{message}"
-    statements = list(Scan(text, is_exception=True).statements()) or [Statement(kind=kind_of(message), message=message)]
-    yield from (replace(one, time=time, rank=rank if one.rank is None else one.rank) for one in statements)
+    scan = _Scan(text, rank=rank, is_exception=True)
+    for one in list(scan.statements()) or [Statement(kind=kind_of(message), message=message, rank=rank)]:
+        yield replace(one, time=time)
 
 
 # --- exceptions ---
 
 _DOWNLOAD: Final = re.compile(
     r"https?://|(HTTPS?|ReadTimeout|Protocol|Client)\w*(Error|Pool)|"
-    r"\b(requests|urllib3?|httpx|httpcore|aiohttp|huggingface_hub|botocore|boto3|s3fs|gcsfs|fsspec|wandb)\b",
+    r"\b(requests|urllib3?|httpx|httpcore|aiohttp|huggingface_hub|fsspec|wandb)\b",
 )
 _OF_PEERS: Final = re.compile(r"(RuntimeError|Dist\w*Error|Rendezvous\w+|BrokenPipeError|EOFError)$")
 """What c10d, gloo, torchrun and the pipe to a worker raise when the other end dies."""
@@ -226,6 +227,13 @@ _WITHOUT_WORDS: Final = re.compile(
     r"^[\w.]+:?\s*$|^(\w+\.)*(KeyError|IndexError|StopIteration|NotImplementedError|ZeroDivisionError)\b"
 )
 _FRAME: Final = re.compile(r'^\s*File "(.+?)", line (\d+)(?:,? in (.+))?')
+_NESTED: Final = re.compile(r"Original Traceback|\(RANK (\d+)\)")
+_EXCEPTION: Final = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
+_LINK: Final = re.compile(r"^(The above exception was|During handling of the above)")
+_LOG_LINE: Final = re.compile(
+    r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
+    r"Fatal Python|Exception (?:ignored|in thread)|\S+:\d+:\d+ \[\d+\] )"
+)
 
 
 def kind_of(message: str, place: str = "") -> Kind:
@@ -252,6 +260,69 @@ def kind_of(message: str, place: str = "") -> Kind:
     return Kind.FAULT if name.isidentifier() and not _OF_PEERS.match(name) else Kind.LOST_PEER
 
 
+class _Line(NamedTuple):
+    number: int  # in the text
+    text: str  # without its prefix
+    is_own: bool  # whether the prefix is one that every line of a message has
+
+
+class _Raised(NamedTuple):
+    """An exception as Python, or C++ on its way out, printed it."""
+
+    end: int  # index of the line behind it
+    number: int  # of its own line in the text
+    lines: list[str]  # of its message; none where the traceback was cut off
+    frame: str  # that raised, and its source line
+    places: str  # files of all frames
+
+
+def _raised(lines: Sequence[_Line], header: int) -> _Raised:
+    """The exception whose traceback has its header at an index."""
+    is_own, frame, places = lines[header].is_own, "", ""
+    for at in range(header + 1, len(lines)):
+        line = lines[at].text
+        if match := _FRAME.match(line):
+            frame, places = _where(match), f"{places} {match[1]}"
+        elif not line.strip() or line[0].isspace():
+            if frame.endswith(" ") and line.strip(" ^~"):
+                frame = f"{frame[:-1]}: {line.strip()}"
+        elif TRACEBACK in line:
+            return _Raised(at, lines[at].number, [], frame, places)
+        elif _EXCEPTION.match(line) and not _LOG_LINE.match(line):  # else another rank's line came between
+            message = _message(lines, at + 1, [line], is_own)
+            return _Raised(at + len(message), lines[at].number, message, frame, places)
+    return _Raised(len(lines), 0, [], frame, places)
+
+
+def _message(lines: Sequence[_Line], at: int, message: list[str], is_own: bool) -> list[str]:
+    """A message, from its first line, and what of the following lines belongs to it."""
+    for line in (one.text for one in lines[at : at + MESSAGE_LINES]):
+        is_more = is_own or _DETAIL.match(line) or _WANTS_DETAIL.search(message[-1])
+        is_other = TRACEBACK in line or _LINK.match(line) or _LOG_LINE.match(line)
+        if not is_more or is_other or not (line.strip() or is_own):
+            break
+        message = [*message, line]
+    return message
+
+
+def _said(raised: _Raised) -> str:
+    """The message of an exception on one line, and where it has no words its frame."""
+    stripped = [line.strip() for line in raised.lines]
+    words = " ".join(line for line in stripped if line and not _BOILERPLATE.match(line)) or stripped[0]
+    words = re.sub(r"NCCL error in: (?:\S*/)?(\S+), ", r"NCCL error in \1: ", words)
+    if raised.frame and _WITHOUT_WORDS.match(words):
+        words = f"{words.rstrip(': ')} ({raised.frame.rstrip()})"
+    return words
+
+
+def _where(frame: re.Match[str]) -> str:
+    """A frame in short; its source line follows the blank at the end."""
+    parts = Path(frame[1]).parts
+    below = [index for index, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    short = "/".join(parts[below[-1] + 1 :] if below else parts[-2:])
+    return f"{short}:{frame[2]}{f' in {frame[3]}' if frame[3] else ''} "
+
+
 def _one_of_chain(chain: list[tuple[int, Statement]]) -> tuple[int, Statement]:
     """What a chain of exceptions says: the last that is no consequence, and the first of those as its cause."""
     worst = min(one.kind for _, one in chain)
@@ -266,26 +337,11 @@ def _one_of_chain(chain: list[tuple[int, Statement]]) -> tuple[int, Statement]:
 
 # --- the statements of a text ---
 
-_BEGINNING: Final = 48
-_OWN_SIGNS: Final = (
-    r'Traceback|atchdog|PG GUID|what\(\):|terminate called|Error: |File "|rank  |exitcode|Root Cause|Failures:|'
-    r"traceback :|Unable to shutdown|Exception i|Training completed|terminated with|above exception|Starting job:"
-)
 _RANKS: Final = re.compile(r"^.{0,200}?((?:\[[A-Za-z_]+\d+\]: ?)+)")
 _STAMPS: Final = re.compile(
-    r"^(?:\s*\d{1,5}: |(?!slurmstepd)[\w.-]*-\d+: |"
-    r"\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :]|\d\d:\d\d:\d\d(?:[.,]\d+)? |"
-    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel|\S+\[\d+\]: )|kernel: |"
-    r"\[ *\d+\.\d+\] |\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
-)
-_NESTED: Final = re.compile(r"Original Traceback|\(RANK \d+\)")
-_EXCEPTION: Final = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
-_LINK: Final = re.compile(r"^(The above exception was|During handling of the above|-- Process (\d+) terminated with)")
-_OF_THREAD: Final = "Exception in thread"
-_MUTED: Final = re.compile(f"Exception ignored|{_OF_THREAD}")
-_LOG_LINE: Final = re.compile(
-    r"^(\[?[WEIF]\d{3,4} |\[titan\]|\d{4}-\d\d-\d\d|[=*-]{8}|terminate called|wandb:|srun:|slurmstepd|"
-    r"Fatal Python|Exception (?:ignored|in thread)|\S+:\d+:\d+ \[\d+\] )"
+    r"^(?:\s*\d{1,5}: |\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?[ :]|"
+    r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \S+ (?=kernel)|kernel: |\[ *\d+\.\d+\] |"
+    r"\[[A-Z][a-z]{2} [A-Z][a-z]{2}[^\]]{10,20}\] )+"
 )
 _STEP: Final = re.compile(r"step:\s*(\d+)\s+loss:")
 _WATCHDOG: Final = re.compile(
@@ -293,14 +349,14 @@ _WATCHDOG: Final = re.compile(
     r"OpType=(?P<operation>\w+).*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+) milliseconds)?"
 )
 _GROUP: Final = re.compile(r"\[PG .*?GUID [^( \]]*(?:\(([^)]+)\))? Rank (\d+)\].*(?:by watchdog|thread terminated)")
-_STUCK: Final = re.compile(r"(?:\[PG .*?Rank (\d+)\] )?ProcessGroupNCCL's watchdog got stuck for (\d+) ?seconds")
 _WHAT: Final = re.compile(r"(?:what\(\):\s+|watchdog (?=thread terminated with exception: CUDA))(.*)")
 _NCCL_PLACE: Final = re.compile(r"(\S+?):\d+:\d+ \[(\d+)\]")
 _BLOCK_RANK: Final = re.compile(r"^(?:.{0,200}\s)?rank\s*:\s*(\d+) \(local_rank: (\d+)\)")
 _BLOCK_CODE: Final = re.compile(r"^(?:.{0,200}\s)?exitcode\s*:\s*(-?\d+)(?: \(pid: (\d+)\))?")
-_BLOCK_TRACE: Final = re.compile(r"^\s*traceback : (.*)")
 _AGENT: Final = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _BY_TORCHRUN: Final = re.compile(r"Unable to shutdown process (\d+) via")
+_OWN_SIGNS: Final = "atchdog|PG GUID|exitcode|Unable to shutdown|Training completed|Starting job:"
+_BEGINNING: Final = 48
 _SIGNAL_HINTS: Final = {
     "SIGKILL": " (often the system running out of memory)",
     "SIGBUS": " (often no space left in /dev/shm)",
@@ -308,70 +364,43 @@ _SIGNAL_HINTS: Final = {
 }
 
 
-@dataclass
-class _Stream:
-    """Lines with the same prefix: those of one rank, as far as the prefix tells."""
-
-    rank: int | None
-    has_own_prefix: bool = False
-    inside: bool = False  # between a traceback's header and its exception
-    muted_by: str = ""  # what a traceback that does not end the process begins with
-    link: str = ""  # the next traceback is `chained` to the one before, or `nested` in its message
-    text: list[str] = field(default_factory=list)  # of the exception that was raised last
-    at: int = 0  # the line on which it began
-    frame: str = ""  # that raised, and its source line
-    places: str = ""
-    chain: list[tuple[int, Statement]] = field(default_factory=list)  # exceptions so far, each with its line
-    chains: list[list[tuple[int, Statement]]] = field(default_factory=list)
-    before: str = ""
-    fatal: Statement | None = None  # what ended the interpreter, until a frame of the thread that did is read
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the next line may belong to what was said before."""
-        return bool(self.inside or self.text or self.link)
-
-
-class Scan:
+class _Scan:
     """The statements in one text, which several ranks may have written.
 
     ``rank`` wrote it, where no line says otherwise; ``is_exception``: it is one and nothing else, as in error.json.
     """
 
     def __init__(self, text: str, *, rank: int | None = None, is_exception: bool = False) -> None:
-        self.rank, self._is_exception = rank, is_exception
-        self.roots: set[int] = set()
-        self.places: list[tuple[int, int]] = []
+        self.rank = rank
+        self.roots: set[int] = set()  # ranks that failed first, by torchrun
+        self.places: list[tuple[int, int]] = []  # global and local rank of those in torchrun's summary
+        self.own_ranks: set[int] = set()  # in PyTorch's own prefixes
         self._found: dict[Statement, int] = {}  # and the line on which it was made last
-        self._streams: dict[str, _Stream] = {}
-        self._open: set[str] = set()  # of them, those whose next line may belong to what they said before
         self._groups: dict[int | None, str] = {}
         self._steps: dict[int, int] = {}  # the line on which a step was logged last
         self._completed, self._launches = -1, list[int]()
         self._ended_by_torchrun: set[str] = set()
         self._agents: list[re.Match[str]] = []  # what torchrun says before its summary
-        self._block: int | None = None  # the rank whose entry of torchrun's summary is read
-        self._is_root, self._in_trace = False, False
-        self._said: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
-        self._line = 0
-        is_worth = re.compile(_table()["signs"]).search
-        for raw in text.splitlines():
-            self._line += 1
+        streams: dict[str, tuple[int | None, list[_Line]]] = {}
+        for number, raw in enumerate(text.splitlines(), start=1):
             if "step:" in raw and (step := _STEP.search(COLOUR.sub("", raw))):
-                self._steps[int(step[1])] = self._line
-            elif raw[:_BEGINNING] not in self._said and (self._open or self._in_trace or is_worth(raw)):
-                self._take(raw)
-        for stream in self._streams.values():
-            self._close(stream)
-            self._end_chain(stream)
+                self._steps[int(step[1])] = number
+                continue
+            line, key, writer, is_own = COLOUR.sub("", raw[:LINE_LENGTH]), "", rank, is_exception
+            if match := _RANKS.match(line):
+                key, line = match[1].rstrip(), line[match.end() :]
+                writer = int(re.findall(r"\d+", key)[-1])
+                is_own = match[1].endswith(" ")  # PyTorch's own prefix, which every line of a message has
+            elif stamp := _STAMPS.match(line):
+                line = line[stamp.end() :]
+                key = "".join(re.findall(r"^ *\d+: ", stamp[0]))
+            streams.setdefault(key, (writer, []))[1].append(_Line(number, line, is_own))
+            if key and is_own and TRACEBACK in line and writer is not None:
+                self.own_ranks.add(writer)
+        for writer, lines in streams.values():
+            self._read(lines, writer)
         for match in self._agents if not self.places else ():  # with local ranks: only if there is nothing better
-            self._exit(int(match[2]), int(match[1]), match[3])
-
-    @property
-    def own_ranks(self) -> set[int]:
-        """Ranks in PyTorch's own prefixes."""
-        own = (stream.rank for key, stream in self._streams.items() if key and stream.has_own_prefix)
-        return {rank for rank in own if rank is not None}
+            self._exit(int(match[2]), int(match[1]), match[3], number)
 
     @property
     def is_completed(self) -> bool:
@@ -380,11 +409,9 @@ class Scan:
 
     def statements(self) -> Iterator[Statement]:
         """Those that the job did not get over, in the order in which they were made."""
-        placed = [(line, one) for one, line in self._found.items()]
-        placed += [one for stream in self._streams.values() for one in _last_chains(stream)]
         last_lines = sorted(self._steps.values())
         over_at = math.inf
-        for line, statement in sorted(placed, key=lambda one: one[0]):
+        for statement, line in sorted(self._found.items(), key=lambda one: one[1]):
             steps_after = len(last_lines) - bisect_right(last_lines, line)
             if steps_after < SURVIVED_STEPS and line > self._completed:
                 over_at = line if statement.kind is Kind.STOPPED else over_at
@@ -408,220 +435,123 @@ class Scan:
         group = f"the {GROUPS[name]} group ({name})" if name in GROUPS else f"group {name}"
         return replace(statement, message=statement.message.replace(" after ", f" of {group} after ", 1))
 
-    def _take(self, raw: str) -> None:
-        line = COLOUR.sub("", raw[:LINE_LENGTH])
-        key, rank, is_own = "", self.rank, self._is_exception
-        if match := _RANKS.match(line):
-            key, line = match[1].rstrip(), line[match.end() :]
-            rank = int(re.findall(r"\d+", key)[-1])
-            is_own = match[1].endswith(" ")  # PyTorch's own prefix, which every line of a message has
-        elif stamp := _STAMPS.match(line):
-            line = line[stamp.end() :]
-            key = "".join(re.findall(r"^ *\d+: |[\w.-]*-\d+: ", stamp[0]))
-        stream = self._streams.setdefault(key, _Stream(rank=rank))
-        if self._summary(line):
-            return
-        if TRACEBACK in line:
-            stream.has_own_prefix = is_own
-        if not self._exception(stream, line):
-            if self._one_line(stream, line):
-                self._said.add(raw[:_BEGINNING])
-            if line.strip():
-                stream.before = line
-        (self._open.add if stream.is_open else self._open.discard)(key)
+    def _read(self, lines: Sequence[_Line], rank: int | None) -> None:
+        """Make the statements of the lines with one prefix."""
+        chains: list[list[tuple[int, Statement]]] = []
+        seen: set[str] = set()  # how lines begin that a kernel prints from each of its threads, 100,000 times
+        at, before, is_linked, block, is_root = 0, "", False, -1, False
+        while at < len(lines):
+            number, line, _ = lines[at]
+            at += 1
+            if match := _BLOCK_RANK.match(line):
+                block = int(match[1])
+                self.places.append((block, int(match[2])))
+                self.roots |= {block} if is_root else set()
+            elif "Root Cause (first observed failure)" in line:
+                is_root = True
+            elif block >= 0 and (match := _BLOCK_CODE.match(line)):
+                self._exit(block, int(match[1]), match[2] or "", number)
+            elif block >= 0 and "traceback : " in line and TRACEBACK in line:
+                inner = [_Line(number, f"{TRACEBACK}:", True)]  # with two blanks before all of it
+                while at < len(lines) and lines[at].text.startswith("  ") and not _BLOCK_RANK.match(lines[at].text):
+                    inner.append(_Line(lines[at].number, lines[at].text[2:], True))
+                    at += 1
+                self._read(inner, block)
+            elif TRACEBACK in line:
+                if (of_rank := _NESTED.search(line)) and of_rank[1]:  # a checkpoint's, of another rank than writes it
+                    rank = int(of_rank[1])
+                    self.own_ranks = {rank}
+                raised = _raised(lines, at - 1)
+                at = raised.end
+                following = lines[at].text if at < len(lines) else ""
+                is_report = _NESTED.search(following) or " ".join(raised.lines).rstrip().endswith(":")
+                if TRACEBACK in following and is_report:
+                    continue  # a worker's, or another rank's: what reports it says less
+                if raised.lines and before.startswith("Exception in thread"):  # explains an end that nobody else does
+                    self._add(number, Kind.ENDED, _said(raised), rank, is_end=False)
+                elif raised.lines and "Exception ignored" not in before and "ChildFailedError" not in raised.lines[0]:
+                    kind = kind_of(" ".join(raised.lines), raised.places)
+                    one = (raised.number, Statement(kind=kind, rank=rank, message=_said(raised)))
+                    chains = [*chains[:-1], [*chains[-1], one]] if is_linked and chains else [*chains, [one]]
+                links = [next_at for next_at in range(at, min(at + 3, len(lines))) if _LINK.match(lines[next_at].text)]
+                is_linked, at = bool(links), links[0] + 1 if links else at
+            elif (match := _WHAT.search(line)) and not _WATCHDOG.search(line):
+                thrown = before.partition("instance of ")[2].strip(" '")
+                words = match[1].partition("terminated with exception: ")[2] or match[1]
+                message = _message(lines, at, [f"{thrown}: {words}" if thrown else words], is_own=False)
+                at += len(message) - 1
+                said = _said(_Raised(at, number, message, "", ""))
+                chains.append([(number, Statement(kind=kind_of(" ".join(message)), rank=rank, message=said))])
+            elif _table()["signs"].search(line) and line[:_BEGINNING] not in seen:
+                if self._one_line(lines, at - 1, rank):
+                    seen.add(line[:_BEGINNING])
+            before = line if line.strip() else before
+        for chain in chains:
+            # What a rank raised long before its end it got over; another may be raised on the way out of one.
+            if rank is None or chains[-1][-1][0] - chain[-1][0] < CHAIN_LINES:
+                line_number, one_statement = _one_of_chain(chain)
+                self._found[one_statement] = line_number
 
-    # Python's exceptions
-
-    def _exception(self, stream: _Stream, line: str) -> bool:
-        """Whether the line belongs to a traceback or to the message of its exception."""
-        if TRACEBACK in line:
-            self._begin(stream, line)
-        elif link := _LINK.match(line):
-            self._close(stream)
-            stream.link = "nested" if link[2] else "chained"
-            stream.rank = int(link[2]) if link[2] else stream.rank
-        elif stream.inside:
-            if frame := _FRAME.match(line):
-                stream.frame = _where(frame)
-                stream.places += f" {frame[1]}"
-            elif not line.strip() or line[0].isspace():
-                if stream.frame.endswith(" ") and line.strip(" ^~"):
-                    stream.frame = f"{stream.frame[:-1]}: {line.strip()}"
-            elif _EXCEPTION.match(line) and not _LOG_LINE.match(line):  # else another rank's line came between
-                stream.inside, stream.text, stream.at = False, [line], self._line
-        elif stream.text:
-            is_message = stream.has_own_prefix or _DETAIL.match(line) or _WANTS_DETAIL.search(stream.text[-1])
-            is_other = _LOG_LINE.match(line) or (not line.strip() and not stream.has_own_prefix)
-            if not is_message or is_other or len(stream.text) >= MESSAGE_LINES:
-                self._close(stream)
-                return False
-            stream.text.append(line)
-        else:
-            return False
-        return True
-
-    def _begin(self, stream: _Stream, line: str) -> None:
-        """A traceback's header: of another exception of a chain, of one in a message, or of the first."""
-        message = "\n".join(stream.text).rstrip()
-        if message and (message.endswith(":") or _NESTED.search(line)):
-            stream.link = "nested"  # a worker's, or another rank's
-        self._close(stream)
-        if not stream.link:
-            self._end_chain(stream)
-        elif stream.link == "nested" and stream.chain:
-            stream.chain.pop()  # what reports it says less
-        stream.inside, stream.link, stream.places, stream.frame = True, "", "", ""
-        # Python prints these two kinds for what does not end the process, the first at its very end.
-        stream.muted_by = match[0] if (match := _MUTED.match(stream.before)) else ""
-        if of_rank := re.search(r"\(RANK (\d+)\)", line):
-            stream.rank = int(of_rank[1])
-        stream.before = ""
-
-    def _close(self, stream: _Stream) -> None:
-        """Make a statement of the exception that was read last."""
-        lines = [line.strip() for line in stream.text]
-        if lines and stream.muted_by == _OF_THREAD:  # it explains an end that nobody else does
-            self._add(stream, Kind.ENDED, " ".join(lines), is_end=False)
-        elif lines and not stream.muted_by and "ChildFailedError" not in lines[0]:
-            kept = [line for line in lines if line and not _BOILERPLATE.match(line) and "Traceback (most" not in line]
-            message = re.sub(r"NCCL error in: (?:\S*/)?(\S+), ", r"NCCL error in \1: ", " ".join(kept) or lines[0])
-            if stream.frame and _WITHOUT_WORDS.match(message):
-                message = f"{message.rstrip(': ')} ({stream.frame.rstrip()})"
-            kind = kind_of(" ".join(lines), stream.places)
-            stream.chain.append((stream.at, Statement(kind=kind, rank=stream.rank, message=message)))
-        stream.text, stream.inside = [], False
-
-    def _end_chain(self, stream: _Stream) -> None:
-        if stream.chain:
-            stream.chains.append(stream.chain)
-            stream.chain = []
-
-    # what is said on one line
-
-    def _one_line(self, stream: _Stream, line: str) -> bool:
+    def _one_line(self, lines: Sequence[_Line], at: int, rank: int | None) -> bool:
         """Whether a row of the table knows the line."""
+        number, line, _ = lines[at]
         if "Training completed" in line:
-            self._completed = self._line
+            self._completed = number
         elif "Starting job:" in line:
-            self._launches.append(self._line)
+            self._launches.append(number)
         # The ranks in these brackets are those of the group; the prefix of the line has the job's.
         if group := _GROUP.search(line):
-            rank = int(group[2]) if stream.rank is None else stream.rank
-            self._groups.setdefault(rank, group[1] or "undefined")
+            self._groups.setdefault(int(group[2]) if rank is None else rank, group[1] or "undefined")
         if match := _WATCHDOG.search(line):
-            number = f" (sequence number {match['number']})" if match["number"] else ""
+            of_group = f" (sequence number {match['number']})" if match["number"] else ""
             seconds = int(match["ms"] or match["limit"]) / 1000
-            words = f"a collective timed out: {match['operation']}{number} after {seconds:.0f} s"
-            self._add(stream, Kind.TIMED_OUT, words, else_rank=match["rank"])
-        elif match := _STUCK.search(line):
-            words = f"NCCL's watchdog got stuck for {match[2]} s in a CUDA or NCCL call"
-            self._add(stream, Kind.ABORTED, words, else_rank=match[1])
-        elif match := _WHAT.search(line):
-            thrown = stream.before.partition("instance of ")[2].strip(" '")
-            words = match[1].partition("terminated with exception: ")[2] or match[1]
-            self._end_chain(stream)
-            stream.text, stream.at = [f"{thrown}: {words}" if thrown else words], self._line
-            stream.frame, stream.muted_by, stream.places = "", "", ""
-        elif stream.fatal and (frame := _FRAME.match(line)) and stream.before.startswith("Current thread"):
-            message = f"{stream.fatal.message} ({_where(frame).rstrip()})"
-            self._found[replace(stream.fatal, message=message)] = self._found.pop(stream.fatal)
-            stream.fatal = None
+            words = f"a collective timed out: {match['operation']}{of_group} after {seconds:.0f} s"
+            by_line = int(match["rank"]) if match["rank"] else None
+            self._add(number, Kind.TIMED_OUT, words, by_line if rank is None else rank)
         elif match := _BY_TORCHRUN.search(line):
             self._ended_by_torchrun.add(match[1])
         elif match := _AGENT.search(line):
             self._agents.append(match)
         else:
-            return self._by_table(stream, line)
+            for row in _table()["lines"]:
+                if match := row.pattern.search(line):
+                    self._by_row(row, match, lines, at, rank)
+                    return True
         return False
 
-    def _by_table(self, stream: _Stream, line: str) -> bool:
-        for row in _table()["lines"]:
-            if not (match := row.pattern.search(line)):
-                continue
-            kind, message = row.kind, " ".join(match.expand(row.says).split())
-            if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in APPLICATION_XIDS:
-                kind = Kind.TRAPPED
-            if message.startswith("NCCL: ") and (place := _NCCL_PLACE.search(line)):
-                message += f" (host {place[1]}, GPU {place[2]})"
-            # A link that breaks before anybody times out is what they wait for; later it is a process that gave up. In
-            # the text of one rank nothing tells which.
-            if kind is Kind.ABORTED and "NET/" in message and self.rank is None:
-                kind = kind if any(one.kind is Kind.TIMED_OUT for one in self._found) else Kind.WAITED
-            one = self._add(stream, kind, message, is_end=row.ends)
-            stream.fatal = one if line.startswith("Fatal Python error") else stream.fatal
-            return True
-        return False
+    def _by_row(self, row: _Row, match: re.Match[str], lines: Sequence[_Line], at: int, rank: int | None) -> None:
+        kind, message = row.kind, " ".join(match.expand(row.says).split())
+        number, line, _ = lines[at]
+        if message.startswith("Xid") and int(re.findall(r"\): (\d+)", message)[0]) in APPLICATION_XIDS:
+            kind = Kind.TRAPPED
+        if message.startswith("NCCL: ") and (place := _NCCL_PLACE.search(line)):
+            message += f" (host {place[1]}, GPU {place[2]})"
+        # A link that breaks before anybody times out is what they wait for; later it is a process that gave up. In the
+        # text of one rank nothing tells which.
+        if kind is Kind.ABORTED and "NET/" in message and self.rank is None:
+            kind = kind if any(one.kind is Kind.TIMED_OUT for one in self._found) else Kind.WAITED
+        if line.startswith("Fatal Python error"):
+            after = [one.text for one in lines[at : at + 200]]
+            current = next((place for place, text in enumerate(after) if text.startswith("Current thread")), len(after))
+            frame = next(filter(None, map(_FRAME.match, after[current:])), None)
+            message += f" ({_where(frame).rstrip()})" if frame else ""
+        self._add(number, kind, message, rank, is_end=row.ends)
 
-    def _add(
-        self, stream: _Stream, kind: Kind, message: str, *, else_rank: str | None = None, is_end: bool = True
-    ) -> Statement:
-        rank = int(else_rank) if stream.rank is None and else_rank else stream.rank
+    def _add(self, number: int, kind: Kind, message: str, rank: int | None, *, is_end: bool = True) -> None:
         # What Slurm and the kernel say about a node may stand in a rank's text, and is of no rank.
         is_of_rank = kind not in (Kind.OUTSIDE, Kind.STOPPED)
-        one = Statement(kind=kind, message=message, rank=rank if is_of_rank else None, is_end=is_end)
-        self._found[one] = self._line
-        return one
+        self._found[Statement(kind=kind, message=message, rank=rank if is_of_rank else None, is_end=is_end)] = number
 
-    # torchrun's summary
-
-    def _summary(self, line: str) -> bool:
-        """Whether the line belongs to torchrun's list of failures, with two spaces before all of it."""
-        if self._in_trace and line.startswith("  ") and not _BLOCK_RANK.match(line):
-            self._summarised(line[2:])
-            return True
-        self._in_trace = False
-        if "Root Cause (first observed failure)" in line:
-            self._is_root = True
-        elif line.startswith("Failures:"):
-            self._is_root = False
-        elif match := _BLOCK_RANK.match(line):
-            self._block = int(match[1])
-            self.places.append((int(match[1]), int(match[2])))
-            if self._is_root:
-                self.roots.add(int(match[1]))
-        elif self._block is not None and (match := _BLOCK_CODE.match(line)):
-            self._exit(self._block, int(match[1]), match[2] or "")
-        elif self._block is not None and (match := _BLOCK_TRACE.match(line)):
-            self._in_trace = TRACEBACK in match[1]
-            if self._in_trace:
-                self._summarised(match[1])
-        else:
-            return False
-        return True
-
-    def _summarised(self, line: str) -> None:
-        """A line of the traceback of the rank whose entry this is."""
-        key = f"summary of rank {self._block}"
-        self._exception(self._streams.setdefault(key, _Stream(rank=self._block, has_own_prefix=True)), line)
-
-    def _exit(self, rank: int, code: int, process: str) -> None:
+    def _exit(self, rank: int, code: int, process: str, number: int) -> None:
         """A rank that ended by a signal or with a code; a shell in between makes 128 + n of a signal n."""
-        number = -code if code < 0 else code - 128 if 128 < code <= 128 + signal.SIGRTMAX else 0
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        if number in (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or process in self._ended_by_torchrun:
-            words = f"killed by {name}" if number else f"ended with exit code {code}"
+        sign = -code if code < 0 else code - 128 if 128 < code <= 128 + signal.SIGRTMAX else 0
+        name = signal.Signals(sign).name if sign in set(signal.Signals) else f"signal {sign}"
+        if sign in (0, signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or process in self._ended_by_torchrun:
+            words = f"killed by {name}" if sign else f"ended with exit code {code}"
             statement = Statement(kind=Kind.ENDED, rank=rank, message=words, has_words=False)
-        elif number == signal.SIGABRT:  # of a communication library that lost a peer, more often than not
+        elif sign == signal.SIGABRT:  # of a communication library that lost a peer, more often than not
             statement = Statement(kind=Kind.ABORTED, rank=rank, message=f"killed by {name}", has_words=False)
         else:
-            kind = Kind.OUTSIDE if number == signal.SIGKILL else Kind.FAULT
+            kind = Kind.OUTSIDE if sign == signal.SIGKILL else Kind.FAULT
             statement = Statement(kind=kind, rank=rank, message=f"killed by {name}{_SIGNAL_HINTS.get(name, '')}")
-        self._found[statement] = self._line
-
-
-def _last_chains(stream: _Stream) -> Iterator[tuple[int, Statement]]:
-    """Of a rank's tracebacks the last, and of the text of an unknown number of ranks all.
-
-    What a rank raised long before its end it got over; another exception may be raised on the way out of one.
-    """
-    for chain in stream.chains:
-        if stream.rank is None or stream.chains[-1][-1][0] - chain[-1][0] < CHAIN_LINES:
-            yield _one_of_chain(chain)
-
-
-def _where(frame: re.Match[str]) -> str:
-    """A frame in short; its source line follows the blank at the end."""
-    parts = Path(frame[1]).parts
-    below = [index for index, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
-    short = "/".join(parts[below[-1] + 1 :] if below else parts[-2:])
-    return f"{short}:{frame[2]}{f' in {frame[3]}' if frame[3] else ''} "
+        self._found[statement] = number

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
 from moelab.files import open_regular
-from moelab.runs.table import VALUE_COLUMNS, MetricsRead, columns_of, metrics_read, not_finite
+from moelab.runs.table import VALUE_COLUMNS, MetricsRead, columns_of, metrics_read
 
 FILE: Final = "metrics.jsonl"
 Record = Mapping[str, Any]
@@ -134,6 +132,4 @@ def read_of(records: Iterable[Record], notes: tuple[str, ...] = ()) -> MetricsRe
             held_out.append({**record, "loss": record["validation_loss"]})
         else:
             steps.append(record)
-    columns = columns_of(steps)
-    failures = {} if np.isfinite(columns["loss"]).all() else not_finite(steps)
-    return metrics_read(columns, columns_of(held_out), failures, notes=notes)
+    return metrics_read(columns_of(steps), columns_of(held_out), notes=notes)

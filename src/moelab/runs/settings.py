@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from moelab.errors import BadInput
-from moelab.experiment_file import MAX_FILE_BYTES, read_yaml
+from moelab.experiment_file import read_yaml
 from moelab.model import SHAPES
 from moelab.privacy import HIDDEN, each_text, is_secret_name, without_secrets
 from moelab.runs.directory import RunDir
@@ -83,6 +83,7 @@ _OURS: Final = {
 }
 """What a log says and an experiment says otherwise."""
 _PLANNED: Final = ("steps", "warmup_steps")
+"""How far a restart was to train is what the last one says."""
 _UNRESOLVED: Final = {("dp_shard", "-1"), ("global_batch", "-1")}
 """Defaults that TorchTitan replaces when it starts: what they became is not known."""
 
@@ -101,23 +102,21 @@ class Settings:
 
 def settings_of(path: Path, runs: int = 1) -> Settings:
     """What can be read of the configuration of a source from elsewhere; nothing of several runs that share one."""
-    launches = [own for own in launch_settings(path) if own] if path.is_file() and runs == 1 else []
-    if launches:
-        names = dict.fromkeys(name for own in launches for name in own)
-        of_log = {name: list(dict.fromkeys(own[name] for own in launches if name in own)) for name in names}
-        # A restart may go on elsewhere, which is said; how far it was to train is what the last one says.
-        joined = {name: own[-1] if name in _PLANNED else ", then ".join(own) for name, own in of_log.items()}
-        return Settings(values=joined, source="its log")
+    if runs == 1 and path.is_file() and (values := _log_settings(path)):
+        return Settings(values=values, source="its log")
     config = _config_beside(path)
     if config is None or runs > 1:
         return Settings()
-    values = _config_values(config)
-    if values is None:
-        return Settings(
-            source=f"{config.name} beside it cannot be read: it must be a mapping in YAML or JSON of at most "
-            f"{MAX_FILE_BYTES:,} bytes and {_MOST_VALUES:,} values"
-        )
-    return Settings(values=values, source=f"{config.name} beside it")
+    try:
+        content = read_yaml(config)  # JSON is YAML
+    except BadInput:
+        content = None
+    # Aliases of YAML can make a billion values of a few lines: no more are taken than are allowed, and one.
+    pairs = list(itertools.islice(_flat(content), _MOST_VALUES + 1)) if isinstance(content, dict) else []
+    if content is None or not isinstance(content, dict) or len(pairs) > _MOST_VALUES:
+        must = f"it must be a mapping in YAML or JSON of at most {_MOST_VALUES:,} values"
+        return Settings(source=f"{config.name} beside it cannot be read: {must}")
+    return Settings(values=dict(pairs), source=f"{config.name} beside it")
 
 
 def run_settings(run: RunDir, environment: Environment | None) -> Settings:
@@ -133,7 +132,7 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
         }
         values |= {"processor": environment.processor} if environment.on_cpu else gpus
     try:
-        log = next(launch_settings(run.log), {})
+        log = _log_settings(run.log)
     except BadInput:  # missing or damaged, which is told where the run is
         log = {}
     return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
@@ -160,55 +159,28 @@ def spread(values: Iterable[str]) -> str:
     return ", ".join(f"{value} in {count} run{'s' if count > 1 else ''}" for value, count in counts)
 
 
-def launch_settings(path: Path) -> Iterator[dict[str, str]]:
-    """What each launch in a TorchTitan log says before its first step, in the order of the file.
+def _log_settings(path: Path) -> dict[str, str]:
+    """What launches in a TorchTitan log say as they start, as this project spells it.
 
-    Only the beginning of the log is searched: what a colleague puts together from several logs is short.
+    A restart may go on elsewhere: then a setting has one value after the other.
     """
     text = plain(LogBytes(path).beginning(_READ_BYTES)).decode(errors="replace")
-    lines = [line for line in text.splitlines() if len(line) <= _LONGEST_LINE]  # no pattern spans two
-    own: list[str] = []
-    trains = False
-    for line in lines:
-        is_step = "step:" in line and "loss:" in line
-        # Lines between two steps are of the same launch, unless they say what a launch says as it starts.
-        if trains and not is_step and ("Training starts at" in line or any(pattern.search(line) for pattern in _LINES)):
-            own, trains = [], False
-        if is_step and not trains:
-            yield _settings_in("\n".join(own))
-        trains |= is_step
-        if not trains:
-            own.append(line)
-    if not trains:
-        yield _settings_in("\n".join(own))
-
-
-def _settings_in(text: str) -> dict[str, str]:
-    """Settings that the lines of one launch name, as this project spells their values."""
-    groups = (match.groupdict("").items() for pattern in _LINES if (match := pattern.search(text)))
-    values = {name: value.strip().replace(",", "") for pairs in groups for name, value in pairs if value}
-    return {name: _OURS.get(value, value) for name, value in values.items()}
+    lines = "\n".join(line for line in text.splitlines() if len(line) <= _LONGEST_LINE)  # no pattern spans two
+    found: dict[str, list[str]] = {}
+    for match in itertools.chain(*(pattern.finditer(lines) for pattern in _LINES)):
+        for name, value in match.groupdict("").items():
+            found.setdefault(name, []).append(value.strip().replace(",", ""))
+    values = {name: [*dict.fromkeys(_OURS.get(value, value) for value in every)] for name, every in found.items()}
+    return {name: every[-1] if name in _PLANNED else ", then ".join(every) for name, every in values.items()}
 
 
 def _config_beside(path: Path) -> Path | None:
     """The configuration of a TensorBoard folder, or of the only export in a folder."""
     folder = path if path.is_dir() else path.parent
-    exports = [file.name for file in folder.iterdir() if file.suffix in (".csv", ".json", ".jsonl")]
-    others = [name for name in exports if name != path.name and not name.startswith(("config.", "wandb-"))]
-    if path.is_file() and others:  # it may be of any of them
+    exports = [file for file in folder.iterdir() if file.suffix in (".csv", ".parquet") and file != path]
+    if path.is_file() and exports:  # it may be of any of them
         return None
     return next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
-
-
-def _config_values(file: Path) -> dict[str, str] | None:
-    """Values by name; None for a file that is no configuration, or too large for one."""
-    try:
-        content = read_yaml(file)  # JSON is YAML
-    except BadInput:
-        return None
-    # Aliases of YAML can make a billion values of a few lines: no more are taken than are allowed, and one.
-    values = list(itertools.islice(_flat(content), _MOST_VALUES + 1)) if isinstance(content, dict) else []
-    return dict(values) if isinstance(content, dict) and len(values) <= _MOST_VALUES else None
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -16,19 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from moelab.errors import BadInput
-from moelab.runs.table import (
-    VALIDATION_METRICS,
-    MetricsRead,
-    merge_ranks,
-    not_finite,
-    runs_of_launches,
-    step_column,
-)
+from moelab.runs.table import VALIDATION_METRICS, MetricsRead, merge_ranks, metrics_read, refuse_two_runs, step_column
 
-_RANK_FOLDER = re.compile(r"(rank|replica|worker|node)[-_]?\d+")
-_LAUNCH_FOLDER = re.compile(
-    r"tb|tensorboard|events|\d{8}[-_]\d{4,6}|\d{4}-\d\d-\d\d[T_ -].*|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d_.*"
-)
+_RANK_FOLDER = re.compile(r"(rank|replica)[-_]?\d+")
+_LAUNCH_FOLDER = re.compile(r"tb|tensorboard|events|\d{8}[-_]\d{4,6}|\d{4}-\d\d-\d\d[T_ -].*")
 
 
 class NotATensorBoardFolder(BadInput):
@@ -44,6 +35,7 @@ def read_tensorboard(folder: Path) -> list[MetricsRead]:
 
     Raises:
         NotATensorBoardFolder: no event file lies under ``folder``.
+        BadInput: launches of two runs lie in the folder of one.
     """
     files = event_files(folder)
     if not files:
@@ -56,15 +48,11 @@ def read_tensorboard(folder: Path) -> list[MetricsRead]:
         parts = file.parent.relative_to(folder).parts
         names = [part for part in parts if not (_RANK_FOLDER.fullmatch(part) or _LAUNCH_FOLDER.fullmatch(part))]
         runs["/".join(names)].append(file)
-    reads = []
-    for name, own in sorted(runs.items()):
-        called = name if name and len(runs) > 1 else None
-        reads += _read(own, folder, called)
-    return reads
+    return [_read(own, folder / name, name if len(runs) > 1 else "") for name, own in sorted(runs.items())]
 
 
 def event_files(folder: Path) -> list[Path]:
-    """Every event file below a folder, in the order in which they were created."""
+    """Every event file below a folder, in the order in which they were created; pipes and devices are none."""
     files = [Path(here, name) for here, _, names in os.walk(folder) for name in names if "events.out.tfevents." in name]
     return sorted(filter(Path.is_file, files), key=_created)
 
@@ -74,7 +62,7 @@ def _created(file: Path) -> tuple[float, str]:
     return (float(seconds) if seconds.isdigit() else math.inf, file.name)
 
 
-def _read(files: Iterable[Path], source: Path, run: str | None) -> list[MetricsRead]:
+def _read(files: Iterable[Path], source: Path, name: str) -> MetricsRead:
     """Read the event files of one run, in time order."""
     launches: dict[tuple[Any, ...], int] = {}
     seen: Counter[Path] = Counter()  # a rank's files in one folder are launches within one minute
@@ -87,7 +75,9 @@ def _read(files: Iterable[Path], source: Path, run: str | None) -> list[MetricsR
             segment = launches.setdefault((*parts, seen[file.parent]), len(launches))
             steps += _rows(segment, scalars, step_column)
             held_out += _rows(segment, scalars, VALIDATION_METRICS.get)
-    return runs_of_launches(merge_ranks(steps), merge_ranks(held_out), not_finite(steps), source=source, run=run)
+    columns = merge_ranks(steps)
+    refuse_two_runs(columns, source)
+    return metrics_read(columns, merge_ranks(held_out), run=name or None)
 
 
 def _rows(
