@@ -33,21 +33,12 @@ _NOBODY = frozenset({"root", "user", "ubuntu", "runner", "admin", "nobody", "jov
 """Names that identify nobody and occur in ordinary text."""
 
 _BEGUN = (
-    r"hf_[A-Za-z0-9]{20,}|api_org_[A-Za-z0-9]{20,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|gl(?:pat|dt|ft|rt|soat|cbt|ptt)-[\w-]{16,}"
-    r"|xox[abeoprs]-[\w-]{10,}|xapp-[\w-]{10,}|wandb_v1_[\w-]{20,}|nvapi-[\w-]{20,}|sk-[\w-]{20,}|KGAT_\w{20,}"
-    r"|AIza[\w-]{30,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|npm_\w{20,}|pypi-AgE[\w-]{20,}|dckr_pat_[\w-]{20,}"
-    r"|hv[sbr]\.[\w-]{20,}|gsk_\w{20,}|r8_\w{20,}|glsa_\w{20,}|(?:IQoJb3JpZ2lu|F[wQ]oGZXIvYXdz)[\w+/=%-]{16,}"
-    r"|A(?:KIA|SIA|BIA|CCA)[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}|\w{3}\dQ~[\w~.-]{31,}"
-    r"|bot\d{8,10}:[\w-]{30,}|AGE-SECRET-KEY-1\w{20,}|dapi[0-9a-f]{32}|do[opr]_v1_[0-9a-f]{20,}|rpa_[A-Z0-9]{20,}"
-    r"|tskey-[a-z]+-[\w-]{16,}|xai-\w{20,}|pplx-[^\W_]{20,}|tgp_v1_[\w-]{20,}|csk-\w{20,}|lsv2_[a-z]{2}_\w{20,}"
+    r"(?:hf|api_org|gh[oprsu]|github_pat|gl[a-z]{2,4}t|xox[a-z]|xapp|wandb_v1|nvapi|sk|npm|pypi|dckr_pat|gsk|xai|pplx|hvs"
+    r"|tgp_v1|KGAT|GOCSPX|ya29)[_.-][\w-]{20,}|AIza[\w-]{30,}|A[KS]IA[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}"
+    r"|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}"
 )
-"""Tokens with their issuers' prefixes, whole or truncated: Hugging Face, GitHub, GitLab, Slack, W&B, NVIDIA, OpenAI,
-Anthropic, Kaggle, Google, npm, PyPI, Docker, Vault, Groq, Replicate, Grafana, age, AWS, MUNGE, JWT, Azure, Telegram,
-Databricks, DigitalOcean, RunPod, Tailscale, xAI, Perplexity, Together, Cerebras, LangSmith."""
-_PLACES_OF_KEYS = (
-    r"hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
-    r"|(?:webhook|outlook)\.office(?:365)?\.com/webhook(?:b2)?/"
-)
+"""Tokens with their issuers' prefixes, whole or truncated, which detect-secrets would only know whole: of hubs of models
+and code, of W&B, NVIDIA and other services, of AWS, MUNGE and JSON web tokens."""
 _QUOTE = r"\\{0,2}['\"]"  # with backslashes in JSON that is quoted in a text
 _SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, but not token_dispatcher
 _COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"
@@ -67,13 +58,6 @@ _VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=
 _KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
 _SCHEME = r"(?:[a-z][\w-]{0,30} (?=[^\s'\"]))?"
 _PARAMETER = rf"[\w-]{{1,40}}=(?:{_QUOTE}[^'\"\n]{{0,4096}}{_QUOTE}|[^\s,'\"]+)"
-_BY_A_SHORT_OPTION = (
-    ("p", r"sshpass|(?:docker|podman|nerdctl|oras|helm registry) login|mysql\w*|mariadb[\w-]*|mongo\w*|cqlsh|7z\w?"),
-    ("P", r"sqlcmd|bcp|ipmitool|zip|unzip"),
-    ("a", r"redis-cli"),
-    ("w", r"ldap\w+"),
-)
-"""Programs whose password follows a short option."""
 _SECRETS = (
     (  # over several lines, on one with a literal \n, or with its end cut off
         re.compile(
@@ -82,8 +66,6 @@ _SECRETS = (
         ),
         HIDDEN,
     ),
-    # A webhook's URL is itself the key.
-    (re.compile(rf"((?:{_PLACES_OF_KEYS}))[^\s'\"<>)]+"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
     # NAME=value, name: value, "name": "value"; and not name == value, which is code.
     (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
@@ -96,13 +78,8 @@ _SECRETS = (
         ),
         rf"\1{HIDDEN}",
     ),
-    (
-        re.compile(r"(?i)(?<![\w-])((?:signature|sig|credential)=)(?=[a-z_.]{0,100}[^a-z_.])[\w%+/=-]{16,}"),
-        rf"\1{HIDDEN}",
-    ),
     # Docker's config.json.
     (re.compile(rf"({_QUOTE}(?:auth|identitytoken){_QUOTE} ?: ?(?P<quote>{_QUOTE}))[\w+/=.-]{{8,}}"), rf"\1{HIDDEN}"),
-    (re.compile(rf"({_QUOTE}key{_QUOTE} ?: ?{_QUOTE})[0-9a-f]{{32,}}"), rf"\1{HIDDEN}"),  # kaggle.json
     # HTTP's header of any scheme, as the value of a name in quotes or on a line; then a lone one. A sentence about the
     # bearer of something is none.
     (
@@ -120,21 +97,10 @@ _SECRETS = (
     ),
     (re.compile(rf"(?i)(\bbearer (?-i:(?![a-z]+ ))){_BARE}"), rf"\1{HIDDEN}"),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
-    # Prose: "the password is …", if what follows has a digit in it.
-    (
-        re.compile(r"(?i)\b((?:(?:api|access|secret) key|password) (?:is|was) ['\"]?)(?=\D{0,100}\d)[\w+/=.-]{8,}"),
-        rf"\1{HIDDEN}",
-    ),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
-    *(
-        (re.compile(rf"(\b(?:{programs})\b[^\n|;&]{{0,200}}?[ '\"]-{option}(?:{_QUOTE},)? ?){_VALUE}"), _KEPT)
-        for option, programs in _BY_A_SHORT_OPTION
-    ),
     # curl's user:password.
     (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(\blogin \S{1,100}\s{1,8}password )\S+"), rf"\1{HIDDEN}"),  # .netrc
     (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # user and password of a URL
-    (re.compile(r"(?<![\w+/-])[A-Za-z0-9+/]{86}==(?![\w+/=])"), HIDDEN),  # the key of an Azure account
 )
 """Every repetition is bounded or cannot start inside itself, so the time is linear in the length of the text."""
 _PART_OF_A_URL = re.compile(  # with a sign that is written for a URL

@@ -643,12 +643,14 @@ def test_a_log_beside_events_tells_how_it_ended(tmp_path: Path) -> None:
     assert (run.status.reason, len(run.rows)) == ("rank 1: ValueError: mine", 3)
 
 
-def test_the_same_steps_in_two_logs_are_one_run_and_other_losses_are_refused(tmp_path: Path) -> None:
+def test_several_logs_of_a_folder_are_one_run_unless_their_losses_differ(tmp_path: Path) -> None:
     left(tmp_path, {"log": steps(1, 2, 3), "slurm": "module load cuda\n" + steps(1, 2)})
     (run,) = collect(tmp_path)
-    assert len(run.rows) == 3
-    left(tmp_path, {"other.log": steps(11, 12)})
-    with pytest.raises(BadInput, match=r"train\.log.*other\.log|other\.log.*train\.log"):
+    assert (len(run.rows), run.segments) == (3, 1)
+    left(tmp_path, {"slurm-2.out": steps(4, 5)})  # a requeued job goes on in a file of its own
+    assert collect(tmp_path)[0].rows["step"].tolist() == [1, 2, 3, 4, 5]
+    left(tmp_path, {"other.log": steps(1, 2, 3).replace("loss:  8", "loss:  7").replace("2026-", "2025-")})
+    with pytest.raises(BadInput, match=r"two runs, of which one has a loss of 7\.99 at step 1 and another 8\.99"):
         collect(tmp_path)
 
 

@@ -91,8 +91,7 @@ def test_grouped_queries_count_as_torchtitans(name: str, family: Any, flavor: st
         ({"num_experts": None, "moe_config": {"n": 8}}, "outside of moe_config, which is not read"),
         ({"num_attention_heads": 0}, "num_attention_heads is 0; valid: 1 to"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0; valid: 1 to"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; valid: 1 to"),
-        ({"num_experts_per_tok": None, "moe_topk": [8] * 48}, "moe_topk is [8, 8,"),
+        ({"num_experts_per_tok": None, "moe_topk": [8] * 48}, "moe_topk is .8, 8,"),
         ({"num_experts_per_tok": None, "moe_topk": 8, "tie_word_embeddings": True}, "tie_word_embeddings is true"),
         (
             {"attention_other_setting": {"num_attention_heads": 96}},
@@ -113,14 +112,13 @@ def test_grouped_queries_count_as_torchtitans(name: str, family: Any, flavor: st
         ({"attn_layer_period": 8, "mamba_d_state": 16}, "attn_layer_period 8, mamba_d_state 16"),  # Jamba
         ({"hybrid_override_pattern": "MEM*"}, r"hybrid_override_pattern MEM\*: not known"),  # Nemotron-H
         ({"hc_mult": 4, "compress_ratios": [4, 128]}, "hc_mult 4, compress_ratios"),  # DeepSeek-V4
-        ({"ffn_config": {"moe_num_experts": 16}}, "ffn_config {'moe_num_experts'"),  # DBRX
         ({"shared_expert_intermediate_size": [768]}, r"shared_expert_intermediate_size is \[768\]; valid: one whole"),
         ({"mlp_only_layers": 3}, "mlp_only_layers is 3; valid: a list"),
         ({"moe_layer_frequency": 2}, "moe_layer_frequency is 2: dense layers"),  # Arctic
         ({"use_residual": True}, "use_residual True: not known"),  # Arctic: a dense FFN beside the experts
         ({"moe_layer_end_index": 40}, "valid: dense layers first"),  # ERNIE 4.5
         ({"moe_layer_freq": [0, 1, 1]}, "a list says of 3 of 48 layers"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; valid: at most 1,000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; valid: 1 to 1,000"),
         ({"layer_types": [None] * 48}, r"kind of attention \(None\)"),
     ],
 )

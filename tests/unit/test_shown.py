@@ -32,7 +32,6 @@ LINES = [
     f"downloading with HF_TOKEN={TOKEN}",
     f"GET /api?next=%2Fx%3Fhf_token%3D{TOKEN}",
     f"{{'Authorization': 'ApiKey {KEY}'}}",
-    f"mysql -p{KEY} -h db",
     "x" * 1100 + f" {TOKEN}",
     f"{'.' * 5000}\r 90% {TOKEN} {'#' * 5000}",
     "-----BEGIN PRIVATE KEY-----",

@@ -213,9 +213,10 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     # A bool is an int too, by `isinstance`.
     if wrong := [f"{used[field]} is {str(value)[:60]}" for field, value in shape.items() if type(value) is not int]:
         raise BadInput(f"{', '.join(wrong)}; valid: one whole number for all layers")
-    least = {field: 0 if field in MAY_BE_ZERO else 1 for field in shape}
-    if wrong := [f"{used[field]} is {value}" for field, value in shape.items() if not least[field] <= value <= LARGEST]:
-        raise BadInput(f"{', '.join(wrong)}; valid: 1 to {LARGEST:,}")
+    for field, value in shape.items():
+        least, most = int(field not in MAY_BE_ZERO), MOST_LAYERS if field == "n_layers" else LARGEST
+        if not least <= value <= most:
+            raise BadInput(f"{used[field]} is {value}; valid: {least} to {most:,}")
 
     shape["n_dense_layers"] = _dense_layers(config, shape)
     if not shape["n_dense_layers"]:
@@ -274,8 +275,6 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     if kinds or 0 in (config.get("attn_type_list") or ()):
         named = ", ".join(kinds) or "attn_type_list has 0"
         raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
-    if shape["n_layers"] > MOST_LAYERS:
-        raise BadInput(f"num_hidden_layers is {shape['n_layers']}; valid: at most {MOST_LAYERS:,}")
     layers = range(shape["n_layers"])
     # ERNIE's last one with experts; -1 where that is the last of all
     last = end if type(end := config.get("moe_layer_end_index")) is int and end >= 0 else layers.stop

@@ -29,7 +29,7 @@ from moelab.runs.directory import RunDir
 from moelab.runs.expert_load import FILE as LOAD_FILE
 from moelab.runs.expert_load import ExpertLoad, expert_load
 from moelab.runs.failure import Statement, cause, rank_folders
-from moelab.runs.log import no_steps, read_log
+from moelab.runs.log import no_steps, read_log, read_logs
 from moelab.runs.log_text import LogBytes, NotALog, tail, what_was_seen
 from moelab.runs.metrics import read_metrics
 from moelab.runs.side_files import SideFiles, read_side_files
@@ -400,28 +400,20 @@ def _read_folder(folder: Path) -> tuple[list[MetricsRead], Statement | None]:
     """
     # What a rank printed is in the job's log too: its own files only count where there is no such log.
     ranks = rank_folders(folder)
-    logs: dict[Path, MetricsRead] = {}
-    faults = []
-    for file in _logs(folder):
-        if file.parent not in ranks:
-            try:
-                logs[file] = read_log(file)
-            except NotALog as error:
-                faults.append(f"left out: {error}")
-    of_ranks = [file for rank in ranks for name in ("stderr.log", "stdout.log") if (file := rank / name).is_file()]
-    reads = {file: read for file, read in logs.items() if len(read.rows)}  # dmesg has none
-    read = _of_one_run(folder, reads) if reads else _of_rank_with_loss([read_log(file) for file in of_ranks])
-    ended = cause(folder, *(tail(file) for file in logs))
+    logs = [file for file in _logs(folder) if file.parent not in ranks]
+    read, ended = read_logs(logs, folder), cause(folder, *(tail(file) for file in logs))
+    if not len(read.rows):
+        files = [rank / name for rank in ranks for name in ("stderr.log", "stdout.log")]
+        read = read_logs([file for file in files if file.is_file()], folder)
     if ended or len(read.rows):
-        return [replace(read, notes=(*read.notes, *faults))], ended
+        return [read], ended
     if event_files(folder):
         return read_tensorboard(folder), None
-    if exports := sorted(filter(is_export, folder.glob("*.csv*"))):  # JSON beside one is W&B's configuration
+    if exports := sorted(filter(is_export, folder.glob("*.csv*"))):
         return [one for file in exports for one in read_wandb(file)], None
     tried = [*logs, *ranks]
     if not tried:
-        nothing = f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export; give what has one"
-        raise BadInput("\n".join([nothing, *faults]))
+        raise BadInput(f"{folder}: nothing in it is a log, an events.out.tfevents.* file or a W&B export")
     names = ", ".join(str(file.relative_to(folder)) for file in tried[:5])
     seen = next((f"; {words}" for file in logs if (words := what_was_seen(LogBytes(file).beginning(1 << 20)))), "")
     raise BadInput(f"{folder}: there is no TorchTitan step line or failure in {names}, and no TensorBoard events{seen}")
@@ -436,28 +428,3 @@ def _logs(folder: Path) -> list[Path]:
         inside[:] = [name for name in inside if not (is_deep or name.startswith((".", "checkpoint", "step-", "tb")))]
         logs += [file for name in names if _LOG_NAME.search(name) and (file := Path(here, name)).is_file()]
     return sorted(logs)
-
-
-def _of_one_run(folder: Path, reads: Mapping[Path, MetricsRead]) -> MetricsRead:
-    """Of several readings of the same steps, such as ``train.log`` and ``slurm-1.out``, the longest; of ranks', all."""
-    losses = {file: merge_segments(read.rows).set_index("step")["loss"].dropna() for file, read in reads.items()}
-    longest = max(reads, key=lambda file: (len(losses[file]), len(reads[file].rows)))
-    # All ranks print the same digits, and two runs hardly ever do.
-    others = [file for file in reads if not losses[file].isin(losses[longest]).all()]
-    if others:
-        names = ", ".join(str(file.relative_to(folder)) for file in [longest, *others])
-        raise BadInput(f"{folder} has logs of several runs or launches: {names}; give one of them")
-    # Segments are counted in each log: that of a later launch alone would put its memory at other steps.
-    return _of_rank_with_loss([read for read in reads.values() if read.segments == reads[longest].segments])
-
-
-def _of_rank_with_loss(reads: list[MetricsRead]) -> MetricsRead:
-    """The rank that has the loss, with the memory of the fullest."""
-    if not any(len(read.rows) for read in reads):
-        return read_log([])
-    read = max(reads, key=lambda read: (int(read.rows["loss"].notna().sum()), len(read.rows)))
-    memory = ["memory_gib", "memory_pct"]
-    fullest = pd.concat([one.rows for one in reads]).groupby(["segment", "step"])[memory].max()
-    # Each rank printed its own memory, and the job fails with the fullest.
-    keys = pd.MultiIndex.from_frame(read.rows[["segment", "step"]])
-    return replace(read, columns={**read.columns, **{name: fullest.loc[keys, name].to_numpy() for name in memory}})

@@ -53,15 +53,15 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
     # The first that began to wait: later ones wait for the rank that waits there.
     for (group, number), entries in sorted(waiting.items(), key=lambda one: min(e.created_ns for e in one[1])):
         name, description, ranks = group
-        late = {rank for rank, last in reached[group].items() if last < number}
+        where = f"number {number} of group {description or name}"
         operations: dict[str, list[int]] = defaultdict(list)
         for entry in entries:
             operations[entry.operation].append(entry.rank)
-        where = f"number {number} of group {description or name}"
         if len(operations) > 1:
             listed = "; ".join(f"{operation}: {_ranks_in_words(by)}" for operation, by in operations.items())
             yield None, f"ranks disagree on collective {where}: {listed}"
             return
+        late = {rank for rank, last in reached[group].items() if last < number}
         if missing := late or set(ranks) - dumped:
             did = "did not enter" if late else "left no flight-recorder dump, and may not have entered"
             waited = _ranks_in_words(entry.rank for entry in entries)
@@ -73,11 +73,10 @@ def not_entered(folder: Path) -> Iterator[tuple[int | None, str]]:
 def _entries(folder: Path) -> list[_Entry]:
     """What all dumps below a folder say; nothing of one that a rank died in, or that something else wrote."""
     files = [file for file in sorted(folder.rglob("*")) if _DUMP.match(file.name) and file.is_file()]
-    files = [file for file in files if file.stat().st_size <= _LARGEST_BYTES]
-    if not files:
+    if not (small := [file for file in files if file.stat().st_size <= _LARGEST_BYTES]):
         return []
-    command = [sys.executable, "-I", __file__, *map(str, files)]
     try:
+        command = [sys.executable, "-I", __file__, *map(str, small)]
         read = subprocess.run(command, capture_output=True, timeout=_MOST_SECONDS, check=False).stdout
     except subprocess.TimeoutExpired as error:
         read = error.stdout or b""
@@ -104,7 +103,7 @@ def _ranks_in_words(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"ranks {words}" if len(runs) > 1 or len(runs[0]) > 1 else f"rank {words}"
+    return f"rank {words}" if words.isdecimal() else f"ranks {words}"
 
 
 # --- the program ---

@@ -27,7 +27,8 @@ import math
 import re
 from bisect import bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -96,26 +97,39 @@ def read_log(source: Path | Iterable[str | bytes]) -> MetricsRead:
     >>> read_log([line]).rows[["step", "loss", "tps"]].values.tolist()
     [[10.0, 7.2, 4000.0]]
     """
-    damage = None
     if isinstance(source, Path):
-        blocks = LogBytes(source)
-        lines, is_whole = _lines(blocks)
-        damage = blocks.damage
-        head = b"" if is_whole else blocks.beginning(WRAPPED_BYTES)
-    else:
-        texts = (line.encode(errors="replace") if isinstance(line, str) else line for line in source)
-        head = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in texts)
-        lines, is_whole = _lines([head])
-    if not is_whole and 0 < len(head) < WRAPPED_BYTES:
+        return read_logs([source], source)
+    texts = (line.encode(errors="replace") if isinstance(line, str) else line for line in source)
+    text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in texts)
+    return _read([text], lambda size: text[:size], Path("the log"))
+
+
+def read_logs(files: Sequence[Path], source: Path) -> MetricsRead:
+    """Read the logs of one run: of its ranks, of its launches, or the same lines twice.
+
+    Raises:
+        NotALog: there is no such file.
+        BadInput: they are of two runs.
+    """
+    logs = [LogBytes(file) for file in files]
+    # A file may end without a line end.
+    blocks = itertools.chain.from_iterable(itertools.chain(log, [b"\n"]) for log in logs)
+    read = _read(blocks, lambda size: b"\n".join(log.beginning(size) for log in logs), source)
+    return replace(read, notes=(*(log.damage for log in logs if log.damage), *read.notes))
+
+
+def _read(blocks: Iterable[bytes], beginning: Callable[[int], bytes], source: Path) -> MetricsRead:
+    lines, is_whole = _lines(blocks)
+    head = b"" if is_whole else beginning(WRAPPED_BYTES)
+    if 0 < len(head) < WRAPPED_BYTES:
         mended, _ = _lines([unwrapped(head) + b"\n"])
         lines = max(lines, mended, key=lambda some: sum(len(line.values) for line in some))
     launches = _launches(lines)
+    _refuse_mixed(launches, source)
     steps = _columns([(number, row) for number, one in enumerate(launches) for row in one.rows.values()])
     held_out = _columns([(number, row) for number, one in enumerate(launches) for row in one.validation.values()])
-    _refuse_mixed(launches, source)
-    if isinstance(source, Path):
-        refuse_two_runs(steps, source)
-    return metrics_read(steps, held_out, notes=[note for note in (damage, _no_loss(lines)) if note])
+    refuse_two_runs(steps, source)
+    return metrics_read(steps, held_out, notes=[note for note in (_no_loss(lines),) if note])
 
 
 def no_steps(path: Path) -> NotALog:
@@ -291,8 +305,11 @@ def _launches(lines: list[LogLine]) -> list[_Launch]:
     lines = [line for line in lines if line.kind != "step" or len(line.values) >= width]
     if not any(math.isnan(line.time) for line in lines if line.kind in ("start", "step")):
         # A line without a time stays behind the one that it follows.
-        times = itertools.accumulate((line.time for line in lines), lambda a, b: a if math.isnan(b) else b)
-        lines = [line for _, line in sorted(zip(times, lines, strict=True), key=lambda one: one[0])]
+        time, timed = -math.inf, list[tuple[float, LogLine]]()
+        for line in lines:
+            time = time if math.isnan(line.time) else line.time
+            timed.append((time, line))
+        lines = [line for _, line in sorted(timed, key=lambda one: one[0])]
     launches = [_Launch()]
     for line in lines:
         launch = launches[-1]
@@ -324,7 +341,7 @@ def _disagree(one: LogLine, other: LogLine) -> bool:
     return min(losses) >= 0 and abs(losses[0] - losses[1]) > SAME_LOSS
 
 
-def _refuse_mixed(launches: Iterable[_Launch], source: object) -> None:
+def _refuse_mixed(launches: Iterable[_Launch], source: Path) -> None:
     for launch in launches:
         if 1 < len(two := launch.disagreements) >= len(launch.rows) / 2:
             step, (first, second) = next(iter(two.items()))

@@ -136,20 +136,22 @@ def refuse_two_runs(columns: Columns, source: Path) -> None:
     """Refuse launches of two runs in a source from elsewhere, of which the last would hide the other.
 
     Raises:
-        BadInput: a launch begins at the step of the first one with another loss, or both end there with another.
+        BadInput: a launch begins where the first one did with another loss, or has another where both end.
     """
+    steps, losses = columns["step"], columns["loss"]
     launches = [np.flatnonzero(columns["segment"] == number) for number in np.unique(columns["segment"])]
-    for rows in launches[1:]:
-        for end in (0, -1):  # two runs of one seed part on the way
-            (first, loss), (step, other) = (
-                (columns["step"][own[end]], columns["loss"][own[end]]) for own in (launches[0], rows)
-            )
-            from_scratch = columns["step"][launches[0][0]] == columns["step"][rows[0]] <= 1
-            same = SAME_SEED if from_scratch else SAME_RUN * abs(loss)
-            if first == step and (from_scratch or end == 0) and abs(loss - other) > same:
+    for other in launches[1:]:
+        first = launches[0]
+        common, ours, theirs = np.intersect1d(steps[first], steps[other], return_indices=True)
+        if not len(common) or steps[first[0]] != steps[other[0]]:
+            continue
+        is_from_scratch = common[0] <= 1  # of what went before another step nothing is known
+        for place in (0, -1) if is_from_scratch else (0,):  # two runs of one seed part on the way
+            one, two = losses[first[ours[place]]], losses[other[theirs[place]]]
+            if abs(one - two) > (SAME_SEED if is_from_scratch else SAME_RUN * abs(one)):
                 raise BadInput(
-                    f"{source}: it holds two runs, of which one has a loss of {loss:g} at step {step} and another "
-                    f"{other:g}. Give each by itself"
+                    f"{source}: it holds two runs, of which one has a loss of {one:g} at step {common[place]} and "
+                    f"another {two:g}. Give each by itself"
                 )
 
 

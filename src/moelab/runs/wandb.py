@@ -57,10 +57,10 @@ def read_wandb(path: Path) -> list[MetricsRead]:
         steps = steps.fillna(pd.to_numeric(cells["_step"], errors="coerce"))
     cells = cells.assign(step=steps, time=_times(cells)).dropna(subset="step").astype({"step": "int64"})
     name = next((name for name in _NAMES if name in cells), None)
-    runs = list(cells.groupby(name, sort=False)) if name else [(None, cells)]
+    runs: list[tuple[Any, pd.DataFrame]] = [*cells.groupby(name, sort=False)] if name else [(None, cells)]
     reads = []
     for chart, metrics in charts.items():
-        for run, own in runs:
+        for called, own in runs:
             history = own[["step", "time", *metrics]].rename(columns=metrics)
             # Rows that only hold another run's metrics, or system metrics, are no steps of this one.
             history = history[(history[[*metrics.values()]] != "").any(axis=1)]
@@ -68,8 +68,8 @@ def read_wandb(path: Path) -> list[MetricsRead]:
             columns = merge_ranks(_records(history, step_column))
             refuse_two_runs(columns, path)
             held_out = merge_ranks(_records(history, VALIDATION_METRICS.get))
-            called = chart if run is None else str(run)
-            reads.append(metrics_read(columns, held_out, notes=[*_no_numbers(history)], run=called))
+            run_name = chart if called is None else str(called)
+            reads.append(metrics_read(columns, held_out, notes=[*_no_numbers(history)], run=run_name))
     return reads
 
 
