@@ -52,20 +52,12 @@ STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 _OF_A_STUDY = {"name": "study", "seed": "seeds"}
 """Fields of an experiment that a study gives to all its experiments, by its own keys."""
 VERSION_KEY, END_KEY = "record_version", "end_of_record"
-ADDED_FIELDS: tuple[Mapping[str, Any], ...] = (
-    {"arm_fields": []},
-    {
-        "pp_stages_per_rank": 0,
-        "attention_backend": "flex",
-        "trace_step": 0,
-        "trace_ranks": [0],
-        "memory_snapshot": False,
-    },
-    {"accumulate_gradients": False},
-    {"validate_every": 0, "overrides": []},
-)
-"""Fields that each version of a record added to the one before, with the value that earlier runs had. The first had
-neither version nor end mark."""
+OLDEST_RECORD = 2  # of moelab 0.2
+ADDED_FIELDS: Mapping[int, Mapping[str, Any]] = {
+    3: {"accumulate_gradients": False},
+    4: {"validate_every": 0, "overrides": []},
+}
+"""Fields that each later version of a record added to the one before, with the value that earlier runs had."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +256,7 @@ def read_experiment(path: Path) -> Experiment:
 
 def write_experiment(experiment: Experiment) -> str:
     """The record of an experiment: YAML with every field, so that later defaults do not change it."""
-    fields = {VERSION_KEY: len(ADDED_FIELDS), **experiment.model_dump(mode="json"), END_KEY: True}
+    fields = {VERSION_KEY: max(ADDED_FIELDS), **experiment.model_dump(mode="json"), END_KEY: True}
     return yaml.safe_dump(fields, sort_keys=False)
 
 
@@ -322,21 +314,21 @@ def _content_of_record(text: str) -> Any:
 
 
 def _fields_of_record(text: str) -> dict[str, Any]:
-    has_version = text.startswith(f"{VERSION_KEY}:")
-    # A version's first line is written first and its end mark last: a cut anywhere shows.
-    if not text.endswith(f"\n{END_KEY}: true\n" if has_version else "\n"):  # else `12` may have become `1`
+    if not text.startswith(f"{VERSION_KEY}: "):
+        raise BadInput(
+            "the record has no version: it was cut off, or a moelab before 0.2 wrote it, whose runs need that"
+        )
+    if not text.endswith(f"\n{END_KEY}: true\n"):  # else `12` may have become `1`
         raise BadInput("the record was cut off: its last line is not whole")
-    content = _content_of_record(text)
-    if not isinstance(content, dict):
-        raise BadInput(f"the record is damaged: expected a mapping of fields, found {_kind(content)}")
-    content = dict(content)
-    version = content.pop(VERSION_KEY) if has_version else 0
+    content = dict(_content_of_record(text))
+    version, newest = content.pop(VERSION_KEY), max(ADDED_FIELDS)
     # `true` would pass as a number.
-    if type(version) is not int or not has_version <= version <= len(ADDED_FIELDS):
-        raise BadInput(f"{VERSION_KEY}: got {_short(version)}; valid: 1 to {len(ADDED_FIELDS)}, or use a newer moelab")
-    if has_version:
-        del content[END_KEY]
-    later = {field: value for added in ADDED_FIELDS[version:] for field, value in added.items()}
+    if type(version) is not int or not OLDEST_RECORD <= version <= newest:
+        raise BadInput(
+            f"{VERSION_KEY}: got {_short(version)}; valid: {OLDEST_RECORD} to {newest}, or use the moelab that wrote it"
+        )
+    del content[END_KEY]
+    later = {name: value for added, fields in ADDED_FIELDS.items() if added > version for name, value in fields.items()}
     lacking = [field for field in Experiment.model_fields if field not in content and field not in later]
     if lacking:
         raise BadInput(

@@ -194,16 +194,12 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
 
 
 def _without_nvidia_smi() -> tuple[GpuInfo, ...] | GpusUnknown:
-    """No GPU, unless NVIDIA's device files or AMD's programs show that there are some."""
+    """No GPU, unless NVIDIA's device files show that there are some."""
     if nodes := sorted(path.name for path in DEVICES.glob("nvidia[0-9]*")):
         return GpusUnknown(
             f"nvidia-smi is missing, but there are {len(nodes)} GPU devices ({DEVICES / nodes[0]})",
             "give the container the driver's programs (NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
         )
-    for program, *options in (("rocm-smi", "--showproductname"), ("amd-smi", "static", "--asic")):
-        listed = run_command([program, *options]) or ""
-        if models := re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(AMD Instinct .*\S)", listed):
-            return GpusUnknown(f"{program} lists {counted(models)}", "use NVIDIA GPUs: moelab has never run on ROCm")
     return ()
 
 

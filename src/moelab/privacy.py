@@ -37,8 +37,8 @@ _BEGUN = (
     r"|tgp_v1|KGAT|GOCSPX|ya29)[_.-][\w-]{20,}|AIza[\w-]{30,}|A[KS]IA[0-9A-Z]{12,}|MUNGE:[\w+/=]{16,}"
     r"|eyJ[\w=-]{8,}(?:\.[\w=+/-]*){1,4}"
 )
-"""Tokens with their issuers' prefixes, whole or truncated, which detect-secrets would only know whole: of hubs of models
-and code, of W&B, NVIDIA and other services, of AWS, MUNGE and JSON web tokens."""
+"""Tokens with their issuers' prefixes, whole or truncated, which detect-secrets would only know whole: of hubs of
+models and code, of W&B, NVIDIA and other services, of AWS, MUNGE and JSON web tokens."""
 _QUOTE = r"\\{0,2}['\"]"  # with backslashes in JSON that is quoted in a text
 _SUFFIX = r"(?-i:(?:_[A-Z0-9]{1,16}){0,2})"  # HF_TOKEN_READ, but not token_dispatcher
 _COUNTED = r"(?<!(?:per|[be]os|pad|unk|cls|sep|one|the)[_-]token)(?<!(?:mask|next|last|each)[_-]token)(?<!_a_token)"

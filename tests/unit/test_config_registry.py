@@ -276,8 +276,8 @@ def test_a_rank_reads_a_record_as_a_record_and_a_persons_file_with_defaults(
     for file, steps in ((own, 8), (record, 7)):
         monkeypatch.setenv(config_registry.EXPERIMENT_VARIABLE, str(file))
         assert config_registry.experiment() == Experiment(steps=steps)
-    record.write_text("name: study\nsteps: 7\n")  # of an earlier version, cut off
-    with pytest.raises(BadInput, match="the record lacks model"):
+    record.write_text("name: study\nsteps: 7\n")  # before moelab 0.2
+    with pytest.raises(BadInput, match="the record has no version"):
         config_registry.experiment()
     own.write_text("gpus_per_node: 4\nep: 3\n")
     monkeypatch.setenv(config_registry.EXPERIMENT_VARIABLE, str(own))

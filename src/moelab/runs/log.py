@@ -101,7 +101,7 @@ def read_log(source: Path | Iterable[str | bytes]) -> MetricsRead:
         return read_logs([source], source)
     texts = (line.encode(errors="replace") if isinstance(line, str) else line for line in source)
     text = b"".join(line if line.endswith(b"\n") else line + b"\n" for line in texts)
-    return _read([text], lambda size: text[:size], Path("the log"))
+    return _read([text], lambda size: text[:size], None)
 
 
 def read_logs(files: Sequence[Path], source: Path) -> MetricsRead:
@@ -118,7 +118,7 @@ def read_logs(files: Sequence[Path], source: Path) -> MetricsRead:
     return replace(read, notes=(*(log.damage for log in logs if log.damage), *read.notes))
 
 
-def _read(blocks: Iterable[bytes], beginning: Callable[[int], bytes], source: Path) -> MetricsRead:
+def _read(blocks: Iterable[bytes], beginning: Callable[[int], bytes], source: Path | None) -> MetricsRead:
     lines, is_whole = _lines(blocks)
     head = b"" if is_whole else beginning(WRAPPED_BYTES)
     if 0 < len(head) < WRAPPED_BYTES:
@@ -128,7 +128,8 @@ def _read(blocks: Iterable[bytes], beginning: Callable[[int], bytes], source: Pa
     _refuse_mixed(launches, source)
     steps = _columns([(number, row) for number, one in enumerate(launches) for row in one.rows.values()])
     held_out = _columns([(number, row) for number, one in enumerate(launches) for row in one.validation.values()])
-    refuse_two_runs(steps, source)
+    if source:
+        refuse_two_runs(steps, source)
     return metrics_read(steps, held_out, notes=[note for note in (_no_loss(lines),) if note])
 
 
@@ -341,13 +342,13 @@ def _disagree(one: LogLine, other: LogLine) -> bool:
     return min(losses) >= 0 and abs(losses[0] - losses[1]) > SAME_LOSS
 
 
-def _refuse_mixed(launches: Iterable[_Launch], source: Path) -> None:
+def _refuse_mixed(launches: Iterable[_Launch], source: Path | None) -> None:
     for launch in launches:
         if 1 < len(two := launch.disagreements) >= len(launch.rows) / 2:
             step, (first, second) = next(iter(two.items()))
             raise BadInput(
-                f"{source}: two runs are mixed in it: {len(two)} steps have two losses each, such as {first:g} and "
-                f"{second:g} at step {step}. Give the log of each run by itself"
+                f"{source or 'the log'}: two runs are mixed in it: {len(two)} steps have two losses each, such as "
+                f"{first:g} and {second:g} at step {step}. Give the log of each run by itself"
             )
 
 

@@ -145,29 +145,18 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
     environment, wrong = _read(run.path / ENVIRONMENT_FILE, Environment)
     damaged = [f"{wrong}: machine and versions unknown"] if wrong and (started or "missing" not in wrong) else []
     moved = [] if environment is None else list(_moved(run, environment))
-    damaged += moved
     # Only now: a run that went on elsewhere is judged by all of its machine.
     if environment is not None and experiment.hardware == "cpu":  # hides the GPUs of its machine
         environment = environment.model_copy(update={"gpus": [], "gpu_problem": None})
     converted, unsound = _converted(run)
-    damaged += unsound
+    damaged += [*moved, *unsound]
     if experiment.precision in BLOCK_SCALED and started and converted is None and not unsound:
         name = experiment.precision.value.upper()
         damaged.append(f"{CONVERTED_FOLDER} has no record: which modules ran in {name} is unknown")
     dispatcher, wrong = _read(run.path / DISPATCHER_FILE, _Dispatcher)
     unreadable = bool(wrong) and "missing" not in wrong  # a run without expert parallelism has none
     damaged += [f"{wrong}: the dispatcher is unknown"] if unreadable else []
-    command, wrong = "", ""
-    try:
-        command = read_text(run.path / COMMAND_FILE).strip()
-        if not _COMMAND.fullmatch(command):
-            raise ValueError("a quote is open")  # as when it was cut off
-    except FileNotFoundError:  # a job of Slurm has a script in its place
-        pass
-    except OSError as error:
-        wrong = f"cannot be read ({error.strerror})"
-    except ValueError:
-        command, wrong = "", "is damaged"
+    command, wrong = _command(run.path / COMMAND_FILE)
     damaged += [f"{COMMAND_FILE} {wrong}: command unknown"] if wrong else []
     traces = []
     for file in sorted((run.path / RECORDED_FOLDER).glob("rank*.json")):
@@ -190,6 +179,19 @@ def read_side_files(run: RunDir, experiment: Experiment, *, started: bool) -> Si
         damaged=tuple(damaged),
         speed_known=environment is not None and environment.gpu_problem is None and not moved and kernels_known,
     )
+
+
+def _command(file: Path) -> tuple[str, str]:
+    """The command that launched a run on one machine, and what is wrong with its file."""
+    try:
+        command = read_text(file).strip()
+    except FileNotFoundError:  # a job of Slurm has a script in its place
+        return "", ""
+    except OSError as error:
+        return "", f"cannot be read ({error.strerror})"
+    except ValueError:
+        return "", "is damaged"
+    return (command, "") if _COMMAND.fullmatch(command) else ("", "is damaged")  # a quote is open: it was cut off
 
 
 def _moved(run: RunDir, first: Environment) -> Iterator[str]:
