@@ -141,7 +141,6 @@ class ClusterProfile(BaseModel):
     )
     requeues: Count = Field(10, description="how often one job may restart")
     checkpoint_interval_steps: Count = Field(0, description="0: save only when time runs out")
-    time_ranks: bool = Field(False, description="every rank logs its own times, a few KB per step, to find stragglers")
     checkpoints_kept: Annotated[int, Field(ge=2)] = 2
     all_reduce_floor_gb_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="a node with a lower bus bandwidth is not healthy"

@@ -64,8 +64,6 @@ class Start:
             f"--checkpoint.keep_latest_k={cluster.checkpoints_kept}",
             f"--comm.train_timeout_seconds={COLLECTIVE_TIMEOUT_S}",
         ]
-        if cluster.time_ranks:
-            arguments.append("--debug.enable_structured_logging")
         dataset, tokenizer = self.data(experiment)
         arguments += [f"--dataloader.dataset_path={dataset}"] if dataset else []
         if dataset and experiment.validate_every:
