@@ -600,6 +600,13 @@ def test_lines_of_one_length_are_not_joined(tmp_path: Path) -> None:
     assert reason(tmp_path) == "ValueError: mine"
 
 
+def test_what_a_kernel_prints_from_each_thread_is_read_in_a_moment() -> None:
+    begun = time.process_time()
+    line = "DeepEP combine (scale-up wait) timeout, scale-out: 6/8, scale-up: 0/8, channel: 0, lane: 3"
+    assert str(failure.cause(None, f"{line}\n" * 100_000)) == line
+    assert time.process_time() - begun < 5
+
+
 @pytest.mark.parametrize(
     ("first", "last", "cause"),
     [

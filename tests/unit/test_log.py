@@ -382,6 +382,7 @@ THREE = [launch(1, 12, 0), launch(11, 22, 1000), launch(21, 30, 2000)]
     [
         *[(chain(*launches), 3, [*range(1, 13), *range(11, 23), *range(21, 31)]) for launches in permutations(THREE)],
         (launch(1, 5, 0) + launch(1, 30, 1000, 0.0005), 2, [*range(1, 6), *range(1, 31)]),  # no checkpoint
+        (launch(1, 5, 0, math.nan) + launch(1, 30, 1000), 2, [*range(1, 6), *range(1, 31)]),  # one that diverged
     ],
 )
 def test_a_restart_is_one_run_in_whatever_order_it_was_pasted(

@@ -134,17 +134,15 @@ def unbroken(text: str) -> str:
     in_a_word = sum(len(before) == width and (before[-1] + after[0]).isalnum() for before, after in pairs)
     if count < 2 or 2 * in_a_word < count:  # lines of one length may stand below each other by themselves
         return text
-    joined = lines[:1]
-    for before, line in itertools.pairwise(lines):
-        if len(before) == width and _may_go_on(before, line):
-            joined[-1] += line
-        else:
-            joined.append(line)
-    return "\n".join(joined)
+    follows = (len(before) == width and _may_go_on(before, line) for before, line in itertools.pairwise(lines))
+    return lines[0] + "".join(
+        ("" if goes_on else "\n") + line for goes_on, line in zip(follows, lines[1:], strict=True)
+    )
 
 
 def _may_go_on(before: str, after: str) -> bool:
-    return 60 <= len(before) <= 250 and after[:1].strip() != "" and not _BEGINS_A_RECORD.match(after)
+    is_alike = before[:16] == after[:16]  # a kernel prints one line from each of its threads
+    return 60 <= len(before) <= 250 and after[:1].strip() != "" and not is_alike and not _BEGINS_A_RECORD.match(after)
 
 
 def what_was_seen(text: bytes) -> str:

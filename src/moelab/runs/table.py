@@ -148,7 +148,8 @@ def refuse_two_runs(columns: Columns, source: Path) -> None:
         is_from_scratch = common[0] <= 1  # of what went before another step nothing is known
         for place in (0, -1) if is_from_scratch else (0,):  # two runs of one seed part on the way
             one, two = losses[first[ours[place]]], losses[other[theirs[place]]]
-            if abs(one - two) > (SAME_SEED if is_from_scratch else SAME_RUN * abs(one)):
+            most = SAME_SEED if is_from_scratch else SAME_RUN * abs(one)
+            if math.isfinite(one - two) and abs(one - two) > most:  # a launch may have diverged there
                 raise BadInput(
                     f"{source}: it holds two runs, of which one has a loss of {one:g} at step {common[place]} and "
                     f"another {two:g}. Give each by itself"
