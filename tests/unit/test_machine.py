@@ -318,6 +318,7 @@ def test_a_gpu_that_has_not_joined_its_fabric_trains_nothing(
     assert examined.failed == bool(found)
     if found:
         assert trains(examined.arms) == [(False, "BF16, FP8, MXFP8, NVFP4", f"fabric: {found}")]
+    assert report()["gpu_problem"] == (f"fabric: {found}" if found else None)  # and to preflight
 
 
 def test_arms_of_a_cpu(smi: Smi) -> None:

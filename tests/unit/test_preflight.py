@@ -64,6 +64,7 @@ def study(**fields: Any) -> Study:
     return Study(name=experiment.name, experiments=(experiment,))
 
 
+FABRIC = "fabric: 1 of 8 GPUs: In Progress, N/A"
 MISMATCH = "nvidia-smi fails (exit code 18): Failed to initialize NVML: Driver/library version mismatch"
 TORCHAO, DEEP_EP = {"versions": {**VERSIONS, "torchao": "0.17.0"}}, {"versions": {**VERSIONS, "deep-ep": "2.1.0"}}
 GB200 = {"gpus": ["NVIDIA GB200"] * 8}
@@ -84,6 +85,8 @@ NO_GIN = Finding(name="GIN", severity="error", found="not available", cause="a",
         ("n1", {"gpus": ["NVIDIA B200"] * 7}, {}, f"GPUs: n1: 7 × NVIDIA B200; {OTHERS}"),
         ("n3", {"gpus": ["NVIDIA H100"] * 8}, {}, f"GPUs: n3: 8 × NVIDIA H100; {OTHERS}"),
         ("n1", {"gpus": [], "gpu_problem": MISMATCH}, {}, f"GPUs: n1: {MISMATCH}; {OTHERS}"),
+        ("n1", {"gpu_problem": FABRIC}, {}, f"GPUs: n1: {FABRIC}; {OTHERS}"),
+        ("n0 n1 n2 n3", {"gpu_problem": FABRIC}, {}, f"GPUs: 4 others: {FABRIC}; the profile says 8 × b200"),
         ("", {}, {"gpu_type": "h200"}, "GPUs: 4 others: 8 × NVIDIA B200; the profile says 8 × h200"),
         ("n0 n1 n2 n3", GB200, {}, "GPUs: 4 others: 8 × NVIDIA GB200; the profile says 8 × b200"),
         ("", {}, {"gpu_type": "nvidia_b200"}, ""),

@@ -202,6 +202,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
     machine, problem = this_machine(), gpu_problem()
     devices = () if problem else gpus()
     open_files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fabric = [f"fabric: {one.found}" for one in check_fabric(machine) if not one.ok]
     return {
         "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "versions": {
@@ -211,7 +212,7 @@ def report(*, writes: Path | None = None, sees: Sequence[Path] = (), nodes: int 
             "driver": devices[0].driver if devices else None,
         },
         "gpus": [gpu.name for gpu in devices],
-        "gpu_problem": problem,
+        "gpu_problem": problem or next(iter(fabric), None),
         "memlock_bytes": machine.memlock_bytes,
         "open_files": None if open_files == resource.RLIM_INFINITY else open_files,
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,

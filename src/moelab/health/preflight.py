@@ -248,7 +248,7 @@ def _gpus(reports: Sequence[Report], cluster: ClusterProfile) -> Finding:
     groups = _grouped((one, one.get("gpu_problem") or counted(one["gpus"])) for one in reports)
     # It is not enough that all nodes are alike: all may differ from the profile.
     right = all(len(one["gpus"]) == wanted and all(is_kind(_one_word(gpu)) for gpu in one["gpus"]) for one in reports)
-    if right and len(groups) == 1:
+    if right and len(groups) == 1 and not reports[0].get("gpu_problem"):
         return Finding(name="GPUs", severity="ok", found=f"{next(iter(groups))} on each of {len(reports)} nodes")
     return fault("GPUs", f"{_odd(groups, 'none')}; the profile says {wanted} × {cluster.gpu_type or 'one kind'}")
 
