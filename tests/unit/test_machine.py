@@ -348,7 +348,7 @@ def test_versions(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
         ("torch", "2.14.1+cu130", None, ""),
         ("torch", "2.14.1+cpu", "", ""),
         ("torch", "2.14.1+cpu", None, "this build has no CUDA and cannot see the GPUs"),
-        ("torch", "2.140.0", "", "moelab needs torch 2.14"),
+        ("torch", "2.140.0", "", "moelab needs torch 2.14 or 2.15"),
         ("torchao", "0.18.1", None, "moelab needs torchao 0.18.0"),
         ("torchtitan", None, "", "moelab needs torchtitan 0.3.0"),
     ):
