@@ -7,7 +7,7 @@ forward, backward or the optimizer; annotations of FSDP and of PyTorch say which
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -22,13 +22,15 @@ Floats = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 _LAYER = re.compile(r"(?:layers?|blocks?|\bh)[._](\d{1,6})")
-_LAYER_BEGINS = re.compile(r"FSDP::pre_(?:forward|backward)\b")
-_LAYER_ENDS = re.compile(r"FSDP::(?:post_forward|post_backward_reduce)\b")
+_LAYER_BEGINS = re.compile(r"^FSDP::pre_(?:forward|backward)\b")
+_LAYER_ENDS = re.compile(r"^FSDP::(?:post_forward|post_backward_reduce)\b")
 _OPTIMIZER = re.compile(r"Optimizer\.(?:step|zero_grad)|clip_grad|(?:optimizer|optim)[-_. ]step", re.I)
 _BACKWARD = re.compile(r"autograd::engine::evaluate_function|Backward\d*$|^_?backward$")
 _BLOCKS = re.compile(r"synchronize|cudaMemcpy(?:2D|3D|Peer)?$", re.I)
+_GRAPH_LAUNCH = re.compile("GraphLaunch")
+_EXCHANGE_OF_CPU = re.compile("^(?:gloo|mpi|ucc):")
 _HELPER = re.compile("prepare|split_?k(?!ernel)|reduce", re.I)
-_COMPILED, _COMPILED_BACKWARD = "CompiledFunction", "CompiledFunctionBackward"
+_COMPILED = re.compile("^CompiledFunction(?:Backward)?$")
 
 
 class Cut(NamedTuple):
@@ -107,14 +109,11 @@ class Host:
                 around.pop()
             self.parent[row] = around[-1] if around else -1
             around.append(row)
-        self._announced = self._announced_layers()
+        self._announced = self._announced_layers(trace)
 
-    def _announced_layers(self) -> Places:
+    def _announced_layers(self, trace: Trace) -> Places:
         """The layer that FSDP had announced on the thread of each operator when that began; -1 for none."""
-        begins, ends = (
-            np.asarray([bool(says.match(name)) for name in self.names], bool)[self.ops["name"]]
-            for says in (_LAYER_BEGINS, _LAYER_ENDS)
-        )
+        begins, ends = (trace.named(self.ops, says) for says in (_LAYER_BEGINS, _LAYER_ENDS))
         rows = np.flatnonzero(begins | ends)
         layers = np.asarray([_layer(self.name(row)) if begins[row] else -1 for row in rows.tolist()], int)
         times = np.where(begins, self.start, self.end)[rows]
@@ -203,8 +202,7 @@ class Rank:
         self._classify()
         self._mark_recomputation()
         self.cut = Cut.of(self.start, self.end, self.part)
-        waits = [index for index, name in enumerate(trace.names) if _BLOCKS.search(name)]
-        self.blocks = np.isin(trace.calls["name"], waits)  # which calls wait for the GPU
+        self.blocks = trace.named(trace.calls, _BLOCKS)  # which calls wait for the GPU
 
     def name(self, place: int) -> str:
         """Name of an event."""
@@ -239,9 +237,8 @@ class Rank:
         rows = host.innermost(np.concatenate(threads), (start + end) / 2)
         events = ops[rows].copy()
         events["start"], events["end"], events["stream"] = start, end, events["thread"]
-        # gloo's exchanges are annotations
-        gloo = [index for index, name in enumerate(self.trace.names) if name.startswith(("gloo:", "mpi:", "ucc:"))]
-        kept = np.flatnonzero((rows >= 0) & ((events["kind"] == OP) | np.isin(events["name"], gloo)))
+        computes = (events["kind"] == OP) | self.trace.named(events, _EXCHANGE_OF_CPU)  # which are annotations
+        kept = np.flatnonzero((rows >= 0) & computes)
         kept = kept[np.argsort(start[kept], kind="stable")]
         return events[kept], rows[kept]
 
@@ -271,8 +268,7 @@ class Rank:
     def _classify(self) -> None:
         trace, launched = self.trace, self.call >= 0
         self.graph = self.events["graph"] > 0
-        graphs = [index for index, name in enumerate(trace.names) if "GraphLaunch" in name]
-        self.graph[launched] |= np.isin(trace.calls["name"][self.call[launched]], graphs)
+        self.graph[launched] |= trace.named(trace.calls, _GRAPH_LAUNCH)[self.call[launched]]
         # A graph is launched as a whole, from where its kernels were not recorded.
         rows, places = np.unique(np.where(self.graph, -1, self.op), return_inverse=True)
         of_rows = list(map(self.host.context, rows.tolist()))
@@ -303,17 +299,18 @@ class Rank:
         Compiled code computes again first. For each product of the forward pass, backward has two, and one for each
         exchange of tokens; what there is beyond that is computed again, so the backward pass begins after as many.
         """
-        host, sequence = self.host, self.trace.ops["sequence"]
-        ours = [index for index, name in enumerate(host.names) if name in (_COMPILED, _COMPILED_BACKWARD)]
-        compiled = set(np.flatnonzero(np.isin(host.ops["name"], ours)).tolist())
-        regions: defaultdict[int, list[int]] = defaultdict(list)
-        for place, row in enumerate(self.op.tolist() if compiled else ()):
-            if (region := next((one for one in host.around(row) if one in compiled), None)) is not None:
-                regions[region].append(place)
-        forward_of = {int(sequence[one]): places for one, places in regions.items() if host.name(one) == _COMPILED}
-        for region, places in regions.items():
-            before = forward_of.get(int(sequence[region]))
-            if host.name(region) == _COMPILED_BACKWARD and before:
+        host, ops = self.host, self.trace.ops
+        compiled, region = self.trace.named(ops, _COMPILED), self.op.copy()
+        if not compiled.any():
+            return
+        while (outside := (region >= 0) & ~compiled[region]).any():
+            region[outside] = host.parent[region[outside]]
+        regions = {row: np.flatnonzero(region == row).tolist() for row in np.unique(region[region >= 0]).tolist()}
+        is_backward = {row: host.name(row).endswith("Backward") for row in regions}
+        forward_of = {int(ops["sequence"][row]): places for row, places in regions.items() if not is_backward[row]}
+        for row, places in regions.items():
+            before = forward_of.get(int(ops["sequence"][row]))
+            if is_backward[row] and before:
                 places.sort(key=lambda place: self.call[place])  # in the order of launches, whatever the stream
                 self.phase[places[: self._recomputed(before, places)]] = PHASES.index("recompute")
 

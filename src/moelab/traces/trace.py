@@ -100,6 +100,10 @@ class Trace:
     steps: Sequence[tuple[str, float, float]]  # the profiler's, by start: name, start and end on the host
     notes: tuple[str, ...]
 
+    def named(self, rows: Rows, pattern: re.Pattern[str]) -> npt.NDArray[np.bool_]:
+        """Which of some rows have a name in which a pattern is found."""
+        return np.isin(rows["name"], [index for index, name in enumerate(self.names) if pattern.search(name)])
+
 
 class _Events:
     """What is kept of a file's events: packed rows, and what columns of them number."""
