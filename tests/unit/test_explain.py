@@ -452,6 +452,7 @@ PARTS_OF_STEP = {"other GEMMs": 100, "all-to-all": 90, "memory-bound": 20, "idle
 
 WRITTEN: dict[str, tuple[list[Event], str]] = {
     "in any order": (sorted(step(), key=lambda event: str(event["name"])), ""),
+    "device not told": ([*step()[:-1], {**step()[-1], "pid": "GPU", "args": {"correlation": 4}}], ""),
     "numbers as text": ([dict(event, ts=str(event["ts"]), dur=str(event["dur"])) for event in step()], ""),
     "dates in µs": ([dict(event, ts=event["ts"] + 1_795_912_345_678_901.25) for event in step()], ""),
     "2⁶⁴ ns": ([*step(), kernel(NORM, 300, 300 + 2**64 / 1e3)], "1 of 11 events are damaged"),

@@ -245,6 +245,7 @@ def read_trace(path: Path) -> Trace:
     if on_gpu:
         far = abs(events["start"] - np.median(events["start"])) > LONGEST_US  # such as an event at 0 among dates
         taken.damaged += int(far.sum())
+        events["device"] = np.maximum(events["device"], 0)  # what tells none is of the first
         devices, counts = np.unique(events["device"], return_counts=True)
         device = int(devices[counts.argmax()])  # most events are of the rank's own
         others = ", ".join(str(one) for one in devices if one != device)
