@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -34,7 +35,6 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moelab.deepep import ops
-from moelab.deepep.buffer import EPKernels
 from moelab.files import write_json
 from moelab.micro.clock import Marks
 from moelab.micro.exchange import (
@@ -57,12 +57,19 @@ from moelab.micro.exchange import (
     size_of,
     time_layers,
 )
+from moelab.mxfp8.kernels import Kernels
 
 SM_COUNTS = (8, 16, 24, 32, 64, 96)
 NODE_SIZE = size_of("671B", experts=64, tokens=8192)
 """Eight experts on each of eight GPUs; on request."""
 COPY_BYTES, COPY_REPEATS = 512 << 20, 8
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+
+
+def say(world: World, text: str) -> None:
+    """Progress, from the first rank."""
+    if world.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Watch(TorchDispatchMode):
@@ -124,7 +131,7 @@ def measure(groups: Iterable[Group], world: World, output: Path, report: dict[st
     """Add the rows of every group to a report, each with its ``parts_us``, and write it after each group."""
     repeats = how.pop("repeats", REPEATS)
     for size, routing, arms in groups:
-        world.say(f"{size.name}, {routing}")
+        say(world, f"{size.name}, {routing}")
         layers = ready_layers(size, routing, arms, world, **how)
         rows, parts = time_layers(layers, world, repeats=repeats), watch_parts(layers, world, repeats)
         report["rows"] += [row | {"parts_us": parts[row["arm"], row["operation"]]} for row in rows]
@@ -183,11 +190,11 @@ def main() -> None:
     on_gpus = options.device == "cuda"
     world = open_world(options.device)
     has_deepep, version = find_deepep(options.device)
-    kernels: EPKernels = "native"
+    kernels: Kernels = "native"
     if not on_gpus and "deepep" in (options.backends or ()):
         has_deepep, kernels = True, "emulated"
         version = "moelab's stand-in on collectives: no measure of DeepEP"
-    world.say(f"DeepEP: {version}")
+    say(world, f"DeepEP: {version}")
     sizes = [size for size in (*SIZES, SMALL, NODE_SIZE) if size.name in (options.sizes or ())]
     sizes = sizes or (list(SIZES) if on_gpus else [SMALL])
     here = [STANDARD, *(DEEPEP if has_deepep else ())]
@@ -199,7 +206,7 @@ def main() -> None:
     compiled = on_gpus and not options.eager
     report = new_report(world, deepep=version, compiled=compiled)
     report["copies"] = measure_copies(world)  # first: the sweep's figure needs it, of a run that is stopped, too
-    world.say(f"copies: {report['copies']}")
+    say(world, f"copies: {report['copies']}")
     measure(groups, world, options.output, report, kernels=kernels, compiled=compiled, repeats=options.repeats)
     world.leave()
 

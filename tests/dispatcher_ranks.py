@@ -465,7 +465,7 @@ def nan_padding(mesh: DeviceMesh, case: Case) -> tuple[bool, bool]:
     dispatcher = build(mesh, case).token_dispatcher
     x_TD = torch.ones(TOKENS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
     rows, _rows_e, way = dispatcher.dispatch(x_TD, scores_TK, ids_TK, counts_E)
-    real_P = torch.zeros(way.padded, dtype=torch.bool).index_fill(0, way.place_R, True)
+    real_P = torch.zeros(len(rows.data_RD), dtype=torch.bool).index_fill(0, way.place_R, True)
     assert not real_P.all(), "the case has no padding"
     y_PD = torch.where(real_P[:, None], 1.0, torch.nan).bfloat16().expand(-1, FEATURES)
     rows.place_RD.backward(y_PD)

@@ -223,7 +223,7 @@ def test_experts_are_whole_where_the_product_takes_them(ep: int, dimension: str,
     k, n = (size, 128) if dimension == "dim" else (128, size)
     x, weights = torch.zeros(32, k, dtype=torch.bfloat16), torch.zeros(1, n, k, dtype=torch.bfloat16)
     try:
-        grouped_mm(x, weights.transpose(-2, -1), torch.tensor([32], dtype=torch.int32))
+        grouped_mm(x, weights.transpose(-2, -1), torch.tensor([32], dtype=torch.int32), "mxfp8_emulated")
     except NotWholeBlocks:
         (reason,) = verdict.reasons
         assert f"it needs features in multiples of 32, and {dimension} is {size}" in reason

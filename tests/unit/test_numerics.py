@@ -18,7 +18,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 
 from moelab.errors import BadInput
 from moelab.micro import numerics
-from moelab.micro.numerics import METHODS, PRODUCTS, GroupedGemm, measure, relative_error, sqnr_db, synthetic
+from moelab.micro.numerics import METHODS, PRODUCTS, GroupedGemm, measure, sqnr_db, synthetic
 from moelab.mxfp8.formats import BF16, E2M1, E4M3, E5M2, FP8, MX, NVFP4, SCALINGS, Element
 
 FORMATS = [MX(scaling=scaling, element=element) for scaling in SCALINGS for element in (E4M3, E5M2)]
@@ -57,14 +57,15 @@ def shared_exponent(amax: float, made: MX) -> int:
     """Exponent of a block's scale; MX v1.0 section 6.3 for floor, torchao's and NVIDIA's definitions for the others."""
     mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2^exponent, mantissa in [1/2, 1)
     floor = exponent - 1
+    emax = math.frexp(made.element.max)[1] - 1  # exponent of the element's largest power of two
     if made.scaling == "floor":
-        return floor - made.element.emax
+        return floor - emax
     if made.scaling == "ceil":
-        return floor + (mantissa > 0.5) - made.element.emax
+        return floor + (mantissa > 0.5) - emax
     if made.scaling == "even":  # a half rounds up in torchao's integer arithmetic
         grid = 2.0**made.element.mantissa_bits
         rounded = math.floor(2 * mantissa * grid + 0.5) / grid
-        return floor + (rounded >= 2) - made.element.emax
+        return floor + (rounded >= 2) - emax
     mantissa, exponent = math.frexp(amax / made.element.max)
     return exponent - 1 + (mantissa > 0.5)
 
@@ -160,6 +161,10 @@ def test_distributions_are_as_described() -> None:
     assert (channels.std(0) > 50).nonzero().flatten().tolist() == [32, 96, 160, 224]
     assert torch.equal(synthetic("student_t", (4, 4), seed=3), synthetic("student_t", (4, 4), seed=3))
     assert not torch.equal(synthetic("gaussian", (4, 4), seed=3), synthetic("gaussian", (4, 4), seed=4))
+
+
+def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:
+    return float((value.double() - reference.double()).norm() / reference.double().norm())
 
 
 # --- the three GEMMs -------------------------------------------------------------------------------------------------

@@ -158,6 +158,11 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     (line,) = figure.data  # in order, whatever the rows'
     assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
     assert notes(figure) == ["plain copy<br>400 GB/s"]
+    # The experiment's own file has no copies, and no sweep.
+    assert not notes(deepep.sm_sweep(exchanges(copies=None)))
+    swept = exchanges().rows[-4:-1]
+    own = exchanges(rows=[row for row in exchanges().rows if row not in swept])
+    assert_says(deepep.sm_sweep(own), "not in this measurement")
     # Every way that the experiment measures can be drawn.
     assert {arm.name for arm in (exchange.STANDARD, *exchange.DEEPEP)} == set(deepep.ARM_LOOKS)
     assert deepep.OPERATIONS == exchange.OPERATIONS

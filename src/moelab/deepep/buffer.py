@@ -11,7 +11,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -20,8 +21,7 @@ from moelab.deepep.stand_in import StandInBuffer
 from moelab.errors import BadInput, Refused
 from moelab.layout.rules import COMBINE_FEATURES, MAX_TOP_K
 from moelab.machine import INFINIBAND
-
-EPKernels = Literal["native", "emulated"]
+from moelab.mxfp8.kernels import Kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Exchange:
     """An open buffer, what it has room for, and how to rebuild a handle of it from tensors."""
 
     buffer: Any
-    kernels: EPKernels
+    kernels: Kernels
     handle_type: Callable[..., Any]
     room: Mapping[str, int]  # in the words of ``ElasticBuffer``
     num_sms: int
@@ -39,11 +39,7 @@ _OPEN: dict[str, Exchange] = {}
 
 
 def exchange(group_name: str) -> Exchange:
-    """The open exchange of a process group.
-
-    Raises:
-        RuntimeError: if none was opened.
-    """
+    """The open exchange of a process group; ``RuntimeError`` if none was opened."""
     try:
         return _OPEN[group_name]
     except KeyError:
@@ -57,7 +53,7 @@ def open_exchange(
     tokens: int,
     experts: int,
     top_k: int,
-    kernels: EPKernels = "native",
+    kernels: Kernels = "native",
     num_sms: int = 0,
 ) -> Exchange:
     """Open the buffer of an expert-parallel group, or reuse it if it fits. All ranks call it together.
@@ -71,12 +67,8 @@ def open_exchange(
         tokens: most tokens that a rank dispatches at a time: of a micro-batch, not of the local batch.
         experts: of all ranks.
         top_k: experts of a token.
-        kernels: ``native`` is DeepEP; ``emulated`` its stand-in on plain collectives.
+        kernels: ``native`` is DeepEP, :class:`Refused` where V2 is not installed; ``emulated`` its stand-in.
         num_sms: streaming multiprocessors of a dispatch or combine; 0 chooses (:func:`chosen_sms`).
-
-    Raises:
-        BadInput: for sizes that cannot work.
-        Refused: if DeepEP V2 is not installed.
     """
     check_sizes(
         ranks=group.size(), hidden=hidden, tokens=tokens, experts=experts, top_k=top_k, native=kernels == "native"
@@ -90,8 +82,10 @@ def open_exchange(
     if opened is None or (opened.kernels, opened.room) != (kernels, room):
         if opened:
             opened.buffer.destroy()
-        make = _deepep_buffer if kernels == "native" else _stand_in
-        buffer, handle_type = make(group, **room)
+        if kernels == "native":
+            buffer, handle_type = _deepep_buffer(group, **room)
+        else:
+            buffer, handle_type = StandInBuffer(group, **room), SimpleNamespace
         opened = Exchange(buffer=buffer, kernels=kernels, handle_type=handle_type, room=room, num_sms=0)
     # Not fixed with the buffer: the exchange experiment times several SM counts on one.
     num_sms = num_sms or chosen_sms(opened.buffer, experts, top_k, native=kernels == "native")
@@ -100,11 +94,7 @@ def open_exchange(
 
 
 def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: int, native: bool) -> None:
-    """Refuse what DeepEP cannot do, before its kernels do it on a GPU.
-
-    Raises:
-        BadInput: naming the value and what is valid.
-    """
+    """Refuse what DeepEP cannot do, before its kernels do it on a GPU: :class:`BadInput`."""
     if ranks < 2:
         raise BadInput(f"DeepEP moves tokens between at least 2 expert-parallel ranks, and ep is {ranks}")
     if experts % ranks:
@@ -118,10 +108,6 @@ def check_sizes(*, ranks: int, hidden: int, tokens: int, experts: int, top_k: in
             f"DeepEP combines tokens of a multiple of {COMBINE_FEATURES} features, and the model has {hidden}; "
             "use ep_backend=standard, or ep_kernels=emulated for the numerics"
         )
-
-
-def _stand_in(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:
-    return StandInBuffer(group, **room), StandInBuffer.handle_type
 
 
 def _deepep_buffer(group: dist.ProcessGroup, **room: int) -> tuple[Any, Callable[..., Any]]:

@@ -25,11 +25,12 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, DeepEPTokenDispatcher
 
 from moelab.deepep import ops
-from moelab.deepep.buffer import EPKernels, open_exchange
+from moelab.deepep.buffer import open_exchange
 from moelab.errors import BadInput
 from moelab.layout.rules import PACKED_FEATURES
 from moelab.model import DispatchPrecision
 from moelab.mxfp8.experts import QuantisedRows, quantised_experts, require_bf16_wgrad, scored
+from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import quantise
 
 PADDED = "moelab.deepep.dispatcher.padded"
@@ -53,7 +54,7 @@ class PaddedDispatcher(DeepEPTokenDispatcher):
         """As TorchTitan's, plus the padding, which buffer, and the multiprocessors that move tokens."""
 
         alignment: int = 8
-        kernels: EPKernels = "native"
+        kernels: Kernels = "native"
         num_sms: int = 0
         precision: DispatchPrecision = "bf16"
 
@@ -170,7 +171,7 @@ def padded(
     *,
     alignment: int,
     tokens: int | None = None,
-    kernels: EPKernels = "native",
+    kernels: Kernels = "native",
     precision: DispatchPrecision = "bf16",
 ) -> Any:
     """Swap a layer's DeepEP dispatcher and experts.

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from moelab.deepep.buffer import Exchange, exchange
-from moelab.mxfp8.experts import place as gradient_place
+from moelab.mxfp8.experts import place
 
 NAMESPACE = "moelab_deepep"
 HANDLE_TENSORS = (
@@ -82,22 +82,22 @@ def dispatch(
         BF16 rows (or the gradient's place) ``(R, D)``, rows in FP8 ``(R, D)`` and their scales ``(R, S)`` (both empty
         where BF16 travels), weights ``(R,)``, and ``HANDLE_TENSORS``.
     """
-    place = exchange(group)
-    rows, _, weights_R, handle, _ = place.buffer.dispatch(
+    opened = exchange(group)
+    rows, _, weights_R, handle, _ = opened.buffer.dispatch(
         x_TD.contiguous() if data_TD is None else (data_TD.contiguous(), scales_TS),
         topk_idx=ids_TK.contiguous(),
         topk_weights=weights_TK.contiguous(),
         num_experts=experts,
         num_max_tokens_per_rank=x_TD.shape[0],
         expert_alignment=alignment,
-        num_sms=place.num_sms,
+        num_sms=opened.num_sms,
         do_handle_copy=False,
         do_cpu_sync=True,  # for the number of rows
         do_expand=True,
         do_zero_padding=True,  # a NaN in padding would be one in its expert's weight gradient
     )
     # An operator's results share no memory, so each that is missing is a tensor of its own.
-    arrived = (rows, _nothing(x_TD), _nothing(x_TD)) if data_TD is None else (gradient_place(x_TD, len(rows[0])), *rows)
+    arrived = (rows, _nothing(x_TD), _nothing(x_TD)) if data_TD is None else (place(x_TD, len(rows[0])), *rows)
     tensors = [getattr(handle, name) for name in HANDLE_TENSORS]
     return (*arrived, weights_R, *(_nothing(x_TD) if tensor is None else tensor for tensor in tensors))
 
@@ -114,8 +114,8 @@ def _(
     alignment: int,
 ) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
-    place, top_k = exchange(group), ids_TK.shape[1]
-    buffer, ranks = place.buffer, place.buffer.group.size()
+    opened, top_k = exchange(group), ids_TK.shape[1]
+    buffer, ranks = opened.buffer, opened.buffer.group.size()
     local = experts // ranks
     rows, received = context.new_dynamic_size(), context.new_dynamic_size()  # of tokens; only the data know
 
@@ -125,7 +125,7 @@ def _(
     arrived = x_TD.new_empty((rows, x_TD.shape[1])), index(0), index(0)
     if data_TD is not None and scales_TS is not None:
         quantised = (sent.new_empty((rows, sent.shape[1])) for sent in (data_TD, scales_TS))
-        arrived = (gradient_place(x_TD, rows), *quantised)
+        arrived = (place(x_TD, rows), *quantised)
     # Only where tokens cross between nodes (DeepEP's scale-out) do the last two tensors hold anything; how much, and
     # how long the lists of slots are, only the data know.
     beyond_node = [index(*ids_TK.shape), index(0), index(0)]
@@ -151,10 +151,10 @@ def collect(
     Returns:
         ``(T, D)`` in the rows' dtype and float32 ``(T, K)``.
     """
-    place = exchange(group)
-    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
-    x_TD, weights_TK, _ = place.buffer.combine(
-        rows_RD.contiguous(), handle=handle_, topk_weights=weights_R.float().contiguous(), num_sms=place.num_sms
+    opened = exchange(group)
+    handle_ = _handle_of(opened, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    x_TD, weights_TK, _ = opened.buffer.combine(
+        rows_RD.contiguous(), handle=handle_, topk_weights=weights_R.float().contiguous(), num_sms=opened.num_sms
     )
     return x_TD, weights_TK
 
@@ -168,9 +168,9 @@ def _(rows_RD: Tensor, weights_R: Tensor, ids_TK: Tensor, *_settings: Any) -> tu
 @torch.library.custom_op(f"{NAMESPACE}::combine", mutates_args=())
 def combine(rows_RD: Tensor, ids_TK: Tensor, handle: list[Tensor], group: str, experts: int, alignment: int) -> Tensor:
     """Add the rows of each token, ``(R, D)`` to ``(T, D)``; weights are applied before."""
-    place = exchange(group)
-    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_RD.shape[0])
-    combined, _, _ = place.buffer.combine(rows_RD.contiguous(), handle=handle_, num_sms=place.num_sms)
+    opened = exchange(group)
+    handle_ = _handle_of(opened, ids_TK, handle, experts, alignment, rows_RD.shape[0])
+    combined, _, _ = opened.buffer.combine(rows_RD.contiguous(), handle=handle_, num_sms=opened.num_sms)
     return combined
 
 
@@ -187,13 +187,13 @@ def resend(
 
     ``rows_like`` is any tensor with as many rows as arrive; the other arguments are the dispatch's and its handle.
     """
-    place = exchange(group)
-    handle_ = _handle_of(place, ids_TK, handle, experts, alignment, rows_like.shape[0])
-    rows_RD, *_ = place.buffer.dispatch(
+    opened = exchange(group)
+    handle_ = _handle_of(opened, ids_TK, handle, experts, alignment, rows_like.shape[0])
+    rows_RD, *_ = opened.buffer.dispatch(
         x_TD.contiguous(),
         handle=handle_,
         expert_alignment=alignment,
-        num_sms=place.num_sms,
+        num_sms=opened.num_sms,
         do_cpu_sync=False,  # the handle knows the number of rows
         do_expand=True,
         do_zero_padding=True,
@@ -212,18 +212,18 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty((0,), dtype=torch.int32)
 
 
-def _handle_of(place: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
+def _handle_of(opened: Exchange, ids_TK: Tensor, tensors: list[Tensor], experts: int, alignment: int, rows: int) -> Any:
     """DeepEP's handle, rebuilt from its tensors."""
     named = dict(zip(HANDLE_TENSORS, tensors, strict=True))
     for name in HANDLE_TENSORS[-2:]:  # None within a node, where an empty tensor stood for it
         if named[name].numel() == 0:
             named[name] = None
-    handle = place.handle_type(
+    handle = opened.handle_type(
         do_expand=True,
         num_experts=experts,
         expert_alignment=alignment,
         num_max_tokens_per_rank=ids_TK.shape[0],
-        num_sms=place.num_sms,
+        num_sms=opened.num_sms,
         topk_idx=ids_TK,
         num_recv_tokens=named["recv_src_metadata"].shape[0],
         num_expanded_tokens=rows,

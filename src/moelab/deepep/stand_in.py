@@ -34,8 +34,6 @@ class StandInBuffer:
     that it needs itself.
     """
 
-    handle_type = SimpleNamespace
-
     def __init__(self, group: dist.ProcessGroup, *, num_max_tokens_per_rank: int, hidden: int, num_topk: int) -> None:
         self.group = group
         self.rank, self.ranks = group.rank(), group.size()

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from moelab.deepep.buffer import EPKernels, close_exchanges, exchange
+from moelab.deepep.buffer import close_exchanges, exchange
 from moelab.deepep.dispatcher import PaddedDispatcher
 from moelab.errors import BadInput, MoelabError
 from moelab.files import write_json
@@ -45,6 +45,7 @@ from moelab.machine import environment
 from moelab.micro.clock import Marks, median_and_iqr
 from moelab.model import DispatchPrecision, shape_of
 from moelab.mxfp8.experts import QuantisedRows
+from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import expand
 from moelab.titan.routing import draw_experts
 
@@ -128,11 +129,8 @@ def choose_experts(routing: str, size: Size, *, rank: int, device: torch.device)
         return draw_experts(T, E, K, rank=rank, device=device)
     if routing == "skewed":
         order_E = torch.randperm(E, generator=torch.Generator().manual_seed(0))  # popularity is one for all ranks
-        logits_E = -SKEW * torch.log1p(order_E.float())
         own = torch.Generator().manual_seed(rank + 1)
-        # The top-k of logits plus Gumbel noise is a draw without replacement in proportion to the popularity.
-        noise_TE = -torch.log(torch.empty(T, E).exponential_(generator=own))
-        return (logits_E + noise_TE).topk(K, dim=-1).indices.to(device)
+        return torch.multinomial((1.0 + order_E).pow(-SKEW).expand(T, E), K, generator=own).to(device)
     raise BadInput(f"there is no routing {routing!r}; the routings are {', '.join(ROUTINGS)}")
 
 
@@ -181,22 +179,15 @@ def traffic(sent_PP: Sequence[Sequence[int]], *, hidden: int, precision: Dispatc
 # The ranks
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class World:
     """This process among the ranks."""
 
     device: torch.device
     group: dist.ProcessGroup
 
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self.group.rank()
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self.group.size()
+    def __post_init__(self) -> None:
+        self.rank, self.ranks = self.group.rank(), self.group.size()
 
     def everywhere(self, mine: Any) -> list[Any]:
         """A value of every rank."""
@@ -211,11 +202,6 @@ class World:
             dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
         else:
             dist.barrier(group=self.group)
-
-    def say(self, text: str) -> None:
-        """Progress, from the first rank."""
-        if self.rank == 0:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     def leave(self) -> None:
         """Close the buffers and end the process group. All ranks call it together."""
@@ -270,7 +256,7 @@ class Layer:
         routing: str,
         world: World,
         *,
-        kernels: EPKernels = "native",
+        kernels: Kernels = "native",
         compiled: bool = False,
     ) -> None:
         self.arm, self.size, self.routing = arm, size, routing
@@ -279,7 +265,7 @@ class Layer:
             "device": world.device,
         }
         self.ids_TK = choose_experts(routing, size, rank=world.rank, device=world.device)
-        self.x_TD = torch.randn((size.tokens, size.hidden), **random).to(torch.bfloat16).requires_grad_()
+        self.x_TD = torch.randn((size.tokens, size.hidden), **random).bfloat16().requires_grad_()
         scores_TK = torch.rand((size.tokens, size.top_k), **random) + 0.1
         self.scores_TK = (scores_TK / scores_TK.sum(dim=-1, keepdim=True)).requires_grad_()
         self._counts_E = torch.bincount(self.ids_TK.flatten(), minlength=size.experts)  # the router has them
@@ -366,12 +352,12 @@ def round_trip(layer: Layer, world: World) -> float:
     local_e = factor_E.view(world.ranks, -1)[world.rank]
     factor_R1 = local_e.repeat_interleave(layer.counts_e.to(world.device)).unsqueeze(-1)
     weight_R1 = factor_R1 * layer.scores.detach().unsqueeze(-1) if layer.experts_apply_scores else factor_R1
-    layer.combine((rows_RD.float() * weight_R1).to(rows_RD.dtype))
+    layer.combine((rows_RD.float() * weight_R1).bfloat16())
     layer.combine_backward(grad_TD)
     grad_RD, grad_scores = layer.gradients
     if layer.experts_apply_scores:
         grad_scores = (grad_RD.float() * rows_RD.float() * factor_R1).sum(dim=-1)
-    x_grad_TD, scores_grad_TK = layer.dispatch_backward((grad_RD.float() * weight_R1).to(rows_RD.dtype), grad_scores)
+    x_grad_TD, scores_grad_TK = layer.dispatch_backward((grad_RD.float() * weight_R1).bfloat16(), grad_scores)
     factor_TK = factor_E[layer.ids_TK]
     expected_T1 = (scores_TK * factor_TK).sum(dim=-1, keepdim=True)
     pairs = (
@@ -477,7 +463,8 @@ def main() -> None:
     report = new_report(world, deepep=version, compiled=on_gpus)
     for size in SIZES if on_gpus else [SMALL]:
         for routing in ROUTINGS:
-            world.say(f"{size.name}, {routing}")
+            if world.rank == 0:
+                print(f"{size.name}, {routing}", file=sys.stderr, flush=True)  # noqa: T201
             arms = (STANDARD, *DEEPEP) if has_deepep else (STANDARD,)
             report["rows"] += time_layers(ready_layers(size, routing, arms, world, compiled=on_gpus), world)
     if world.rank == 0:

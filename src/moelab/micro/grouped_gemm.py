@@ -77,25 +77,18 @@ class Case:
         """Rows, output features, input features and groups."""
         return self.m, self.n, self.k, self.groups
 
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions of one of the three products."""
-        return 2 * self.m * self.n * self.k
 
-
-EXPERTS_671B = Case(m=131072, n=2048, k=7168, groups=8)
-"""A 671B expert's w1 or w3 (TorchTitan's names) on a rank with 8 of its 256 experts; w2 has n and k changed over."""
-EXPERTS_16B = Case(m=131072, n=1408, k=2048, groups=8)
-"""A 16B expert's w1 or w3 on a rank with 8 of its 64 experts."""
+# w1 or w3 (TorchTitan's names) of experts on a rank with 8 of them; w2 has n and k changed over.
+_671B, _16B = Case(m=131072, n=2048, k=7168, groups=8), Case(m=131072, n=1408, k=2048, groups=8)
 CASES = (
-    *(replace(EXPERTS_671B, m=m) for m in (16384, 32768, 65536, 131072)),
-    replace(EXPERTS_671B, n=7168, k=2048),
-    *(replace(EXPERTS_16B, m=m) for m in (65536, 131072)),
-    replace(EXPERTS_16B, n=2048, k=1408),
-    replace(EXPERTS_671B, m=4096),
-    replace(EXPERTS_16B, m=16384),
-    *(replace(EXPERTS_671B, m=65536, sizes=sizes) for sizes in ("skewed", "random")),
-    *(replace(EXPERTS_671B, m=65536, groups=groups) for groups in (1, 32)),
+    *(replace(_671B, m=m) for m in (16384, 32768, 65536, 131072)),
+    replace(_671B, n=7168, k=2048),
+    *(replace(_16B, m=m) for m in (65536, 131072)),
+    replace(_16B, n=2048, k=1408),
+    replace(_671B, m=4096),
+    replace(_16B, m=16384),
+    *(replace(_671B, m=65536, sizes=sizes) for sizes in ("skewed", "random")),
+    *(replace(_671B, m=65536, groups=groups) for groups in (1, 32)),
 )
 
 

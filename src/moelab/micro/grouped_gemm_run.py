@@ -163,7 +163,7 @@ def time_case(
                 "median_us": round(median_us, 3),
                 "iqr_us": round(iqr_us, 3),
                 "n_times": len(times_us),
-                "tflops": round(3 * case.flops / median_us / 1e6, 2),
+                "tflops": round(6 * case.m * case.n * case.k / median_us / 1e6, 2),
             }
         )
     return rows
@@ -172,14 +172,10 @@ def time_case(
 def run(
     cases: Sequence[Case], path: Path, precisions: Sequence[GroupedPrecision], *, compiled: bool = True
 ) -> dict[str, Any]:
-    """Measure all cases on this GPU, and write the file after each.
+    """Measure all cases on this GPU, and write the file after each; returns what it has.
 
-    Raises:
-        BadInput: for dimensions that the kernels cannot take.
-        NoKernels: for a precision that cannot be timed here.
-
-    Returns:
-        What the file has.
+    :class:`BadInput` for dimensions that the kernels cannot take, :class:`NoKernels` for a precision that cannot be
+    timed here.
     """
     for case, precision in itertools.product(cases, precisions):
         require_divisible(case, precision)

@@ -117,15 +117,10 @@ def _require_finite(name: str, x: torch.Tensor) -> None:
         raise BadInput(f"{name} has {wrong} values of {x.numel()} that are NaN or infinite; valid: finite values")
 
 
-def relative_error(reference: torch.Tensor, value: torch.Tensor) -> float:
-    """Norm of the difference over norm of the reference, in float64."""
-    exact = reference.double()
-    return float(torch.linalg.vector_norm(value.double() - exact) / torch.linalg.vector_norm(exact))
-
-
 def sqnr_db(reference: torch.Tensor, value: torch.Tensor) -> float:
-    """SQNR of a tensor; infinite for equal ones."""
-    error = relative_error(reference, value)
+    """SQNR of a tensor, by norms in float64; infinite for equal ones."""
+    exact = reference.double()
+    error = float((value.double() - exact).norm() / exact.norm())
     return -20 * math.log10(error) if error else math.inf
 
 
@@ -194,11 +189,6 @@ class StoredNumbers:
         """Relative error of each number; 0 for a zero."""
         pairs = zip(self.values, self.read_back, strict=True)
         return tuple((back - value) / value if value else 0.0 for value, back in pairs)
-
-    @property
-    def worst_error(self) -> float:
-        """The largest of :attr:`errors`, without its sign."""
-        return max(map(abs, self.errors))
 
     def to_frame(self) -> pd.DataFrame:
         """A row for each number: value, value over its block's scale, the code's bits, what is read back, error."""

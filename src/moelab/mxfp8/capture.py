@@ -93,15 +93,15 @@ def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) ->
         forward.remove()  # activation checkpointing runs the layer again in the backward pass
         # Detached first: what autograd saved here would be missing in that second run, and checkpointing would fail.
         x, counts = (local(argument).detach() for argument in arguments)
-        weights = [local(getattr(experts, name)).detach() for name in ("w1_EFD", "w2_EDF", "w3_EFD")]
-        bytes_per_expert = sum(2 * weight[0].numel() for weight in weights)
+        weights = {name[:2]: local(getattr(experts, name)).detach() for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+        bytes_per_expert = sum(2 * weight[0].numel() for weight in weights.values())
         count = min(len(counts), max(1, MAX_WEIGHT_BYTES // bytes_per_expert))
-        sizes = [size.clamp(max=MAX_ROWS // count) for size in counts[:count].cpu()]
+        sizes = counts[:count].cpu().clamp(max=MAX_ROWS // count)
         # Of all experts: the rows of those that are kept are cut out of the whole input.
         starts = (counts.cumsum(0) - counts).tolist()
         rows = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=False)])
-        kept.update({name: _on_host(weight[:count]) for name, weight in zip(("w1", "w2", "w3"), weights, strict=True)})
-        kept.update(rows=rows, offsets=torch.stack(sizes).cumsum(0).to(torch.int32))
+        kept.update({name: _on_host(weight[:count]) for name, weight in weights.items()})
+        kept.update(rows=rows, offsets=sizes.cumsum(0).to(torch.int32))
         kept.update(x=_on_host(x[rows.to(x.device)]), tokens_of_experts=tuple(counts.tolist()))
 
     def await_gradient(_experts: nn.Module, _arguments: object, output: torch.Tensor) -> None:
@@ -111,7 +111,9 @@ def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) ->
 
     def take_gradient(grad: torch.Tensor) -> None:
         rows = kept.pop("rows").to(grad.device)
-        write(Capture(**about, **kept, grad=_on_host(local(grad)[rows])), path)
+        packed = io.BytesIO()
+        torch.save(vars(Capture(**about, **kept, grad=_on_host(local(grad)[rows]))), packed)
+        write_whole(path, packed.getvalue())
         kept.clear()
 
     forward = experts.register_forward_pre_hook(take_operands)
@@ -121,13 +123,6 @@ def _take_next_pass(experts: nn.Module, about: Mapping[str, Any], path: Path) ->
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in BF16 on the host; a copy, because FSDP frees what it gathered."""
     return tensor.to("cpu", torch.bfloat16, copy=True)
-
-
-def write(capture: Capture, path: Path) -> None:
-    """Save a capture; a kill leaves the whole file or none."""
-    buffer = io.BytesIO()
-    torch.save(vars(capture), buffer)
-    write_whole(path, buffer.getvalue())
 
 
 def read(path: Path) -> Capture:

@@ -6,7 +6,7 @@ emulation, the experts by :mod:`moelab.mxfp8.experts`, which has the same number
 
 Quantised kernels need every expert's token group to be a multiple of a block. Where Triton runs, TorchTitan's
 TorchAOTokenDispatcher pads inside the permutation; on a CPU it cannot (the permutation is a Triton kernel), so the
-plain dispatcher stays and the emulation pads inside the grouped GEMM.
+plain dispatcher stays and the emulated experts pad.
 
 FP8 experts are moelab's too. TorchTitan 0.3.0's own train in BF16 whenever they are spread over ranks: they quantise
 where a weight is torchao's wrapper (``Float8TrainingWeightWrapperTensor``), and TorchTitan's default SPMD backend hands
@@ -40,6 +40,7 @@ from torchtitan.models.common.token_dispatcher import DeepEPTokenDispatcher
 
 from moelab.errors import MoelabError, Refused
 from moelab.hardware import GROUP_PADDING
+from moelab.mxfp8.dispatch import padded_rows, places
 from moelab.mxfp8.experts import grouped_mm, quantised_experts
 from moelab.mxfp8.kernels import Kernels
 from moelab.mxfp8.quantise import BLOCK
@@ -72,28 +73,35 @@ class MXFP8Experts(_TitanExperts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.multiplies_in = config.precision
-        self._kernels = config.kernels
-        self._how: dict[str, Any] = {
-            "precision": config.precision,
-            "wgrad": config.wgrad,
-            "pad_inside": config.pad_inside,
-        }
+        self._kernels, self._pad_inside = config.kernels, config.pad_inside
+        self._product = f"{config.precision}_emulated"
+        if config.wgrad != "bf16":
+            self._product += f"_wgrad_{config.precision}"
         # What TorchTitan's `_grouped_mm` hands to torchao; its constructor has put a recipe of torchao's there.
         self._mxfp8_op_config = op_config(config.kernels, config.wgrad, pad_inside=config.pad_inside)
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_e: torch.Tensor) -> torch.Tensor:
+        """As TorchTitan's; with ``pad_inside`` groups are padded with zeros to whole blocks of rows on the way."""
+        if not self._pad_inside:
+            return super().forward(x_RD, num_tokens_per_expert_e)
+        rows_e = padded_rows(num_tokens_per_expert_e, BLOCK)
+        place_R = places(num_tokens_per_expert_e[None], rows_e, len(x_RD))
+        # The most that padding can need: to read the exact number would be a host sync. Rows after the last group are
+        # not computed.
+        most = (len(x_RD) + BLOCK - 1) // BLOCK * BLOCK + BLOCK * len(rows_e)
+        x_PD = x_RD.new_zeros((most, x_RD.shape[1])).index_copy(0, place_R, x_RD)
+        return super().forward(x_PD, rows_e).index_select(0, place_R)
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         """Multiply ``A`` (M, K) by ``B_t`` (G, K, N), group by group; groups end at ``offs``."""
         if self._kernels == "emulated":
-            return grouped_mm(A, B_t, offs, **self._how)
+            return grouped_mm(A, B_t, offs, self._product)
         # TorchTitan's, by torchao's kernels with the settings above.
         return super()._grouped_mm(A=A, B_t=B_t, offs=offs)
 
 
 def op_config(kernels: str, wgrad: str, *, pad_inside: bool) -> MXFP8TrainingOpConfig:
-    """Settings of one quantised grouped GEMM for torchao, whose native kernels run it; emulated, it is our reference.
-
-    ``pad_inside`` lets torchao pad each expert's group to a block of 32 tokens.
-    """
+    """Settings of a quantised grouped GEMM for torchao's native kernels; emulated, torchao's is our reference."""
     return MXFP8TrainingOpConfig(
         kernel_preference=_PREFERENCE[kernels],
         wgrad_with_hp=wgrad == "bf16",

@@ -84,9 +84,8 @@ class QuantisedDispatchMetadata(LocalDispatchMetadata):
     """What a dispatch leaves for combine."""
 
     place_R: Tensor  # where each row that arrived went in the padded groups, int64
-    padded: int  # rows of all local experts, padding included: P
-    sent: list[int]  # rows to each rank
-    received: list[int]  # rows from each rank
+    way: tuple[int, list[int], list[int], str, Kernels]
+    """Rows of all local experts, padding included; rows to each rank, and from each; the group, and who casts."""
 
 
 class QuantisedDispatcher(AllToAllTokenDispatcher):
@@ -132,22 +131,18 @@ class QuantisedDispatcher(AllToAllTokenDispatcher):
         on_host = torch.cat([sent_re.sum(1), received_re.sum(1), rows_e.sum()[None]]).to("cpu").tolist()
         sent, received, padded = on_host[: self.ranks], on_host[self.ranks : -1], on_host[-1]
         place_R = places(received_re, rows_e, sum(received))
-        way = place_R, padded, sent, received
-        rows = QuantisedRows(*_Dispatch.apply(x_TD.bfloat16(), order_N, *way, self.group, self.cast_kernels))
+        way = padded, sent, received, self.group, self.cast_kernels
         metadata = QuantisedDispatchMetadata(
             token_indices_experts_sorted_N=order_N // self.top_k,
             topk_scores_experts_sorted_N=topk_scores_TK.reshape(-1)[order_N],
             place_R=place_R,
-            padded=padded,
-            sent=sent,
-            received=received,
+            way=way,
         )
-        return rows, rows_e, metadata
+        return QuantisedRows(*_Dispatch.apply(x_TD.bfloat16(), order_N, place_R, *way)), rows_e, metadata
 
     def combine(self, routed_output_RD: Tensor, metadata: QuantisedDispatchMetadata, x_TD: Tensor) -> Tensor:
         """Send outputs home and add each token's, times their scores, ``(T, D)``."""
-        way = metadata.place_R, metadata.padded, metadata.sent, metadata.received
-        output_ND = _Combine.apply(routed_output_RD, *way, self.group, self.cast_kernels)
+        output_ND = _Combine.apply(routed_output_RD, metadata.place_R, *metadata.way)
         return LocalTokenDispatcher.combine(self, output_ND, metadata, x_TD)
 
 
@@ -170,19 +165,10 @@ def places(received_re: Tensor, rows_e: Tensor, received: int) -> Tensor:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        order_N: Tensor,
-        place_R: Tensor,
-        padded: int,
-        sent: list[int],
-        received: list[int],
-        group: str,
-        kernels: Kernels,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x_TD: Tensor, order_N: Tensor, place_R: Tensor, *way: Any) -> tuple[Tensor, Tensor, Tensor]:
+        padded, sent, received, group, kernels = ctx.way = way
         token_N = order_N // (order_N.shape[0] // x_TD.shape[0])  # each token is in the order K times
-        ctx.sent, ctx.received, ctx.group, ctx.tokens = sent, received, group, x_TD.shape[0]
+        ctx.tokens = x_TD.shape[0]
         ctx.save_for_backward(order_N, place_R)
         data_TD, scales_TS = cast(x_TD, kernels)  # once a token, however many experts it has
         leaving = (data_TD.view(torch.uint8)[token_N], scales_TS[token_N])
@@ -193,7 +179,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_PD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         order_N, place_R = ctx.saved_tensors
-        grad_ND = _exchange(grad_PD[place_R], ctx.sent, ctx.received, ctx.group)
+        _padded, sent, received, group, _kernels = ctx.way
+        grad_ND = _exchange(grad_PD[place_R], sent, received, group)
         # Back to the order of tokens, so that the sum over a token's rows is one reduction and not a scatter.
         home_N = torch.empty_like(order_N).index_copy(0, order_N, torch.arange(len(order_N), device=order_N.device))
         grad_TD = grad_ND[home_N].unflatten(0, (ctx.tokens, -1)).sum(1)
@@ -202,26 +189,17 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        y_PD: Tensor,
-        place_R: Tensor,
-        padded: int,
-        sent: list[int],
-        received: list[int],
-        group: str,
-        kernels: Kernels,
-    ) -> Tensor:
-        ctx.padded, ctx.sent, ctx.received, ctx.group, ctx.kernels = padded, sent, received, group, kernels
+    def forward(ctx: Any, y_PD: Tensor, place_R: Tensor, *way: Any) -> Tensor:
+        _padded, sent, received, group, _kernels = ctx.way = way
         ctx.save_for_backward(place_R)
         return _exchange(y_PD[place_R], sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
         (place_R,) = ctx.saved_tensors
-        quantised = cast(grad_ND, ctx.kernels)
+        padded, sent, received, group, kernels = ctx.way
         # From the tokens to the experts again, so that as much arrives as in the dispatch.
-        rows = _exchange_quantised(*quantised, place_R, ctx.padded, ctx.received, ctx.sent, ctx.group)
+        rows = _exchange_quantised(*cast(grad_ND, kernels), place_R, padded, received, sent, group)
         return expand(*rows, "mxfp8"), None, None, None, None, None, None
 
 

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -337,16 +337,8 @@ ARITHMETIC: dict[str, type[_EmulatedMXFP8]] = {
 # One product
 
 
-def grouped_mm(
-    x_RK: Tensor,
-    weight_eKN: Tensor,
-    ends_e: Tensor,
-    *,
-    wgrad: Literal["mxfp8", "bf16"] = "mxfp8",
-    pad_inside: bool = False,
-    precision: Literal["mxfp8", "nvfp4"] = "mxfp8",
-) -> Tensor:
-    """Multiply each group of rows by its expert's weight in emulated MXFP8 or NVFP4; differentiable.
+def grouped_mm(x_RK: Tensor, weight_eKN: Tensor, ends_e: Tensor, arithmetic: str) -> Tensor:
+    """Multiply each group of rows by its expert's weight, emulated; differentiable.
 
     MXFP8 is equal, to the bit, to torchao 0.18's ``_to_mxfp8_then_scaled_grouped_mm`` with
     ``KernelPreference.EMULATED`` and RCEIL scales, output and both gradients, on the same device. NVFP4 casts each
@@ -358,83 +350,44 @@ def grouped_mm(
         x_RK: BF16 ``(R, K)``, rows sorted by group.
         weight_eKN: BF16 ``(e, K, N)``, the transposed view of a contiguous ``(e, N, K)``.
         ends_e: int32 ``(e,)``, where each group of rows ends. Rows after the last are not computed.
-        wgrad: ``bf16`` leaves the operands of the weight gradient unquantised; ``mxfp8`` is the precision's own.
-        pad_inside: pad each group with zeros to whole blocks of rows, and take them off again; ``ends_e`` must
-            then end at R.
-        precision: of the operands.
+        arithmetic: an emulated one of ``ARITHMETIC``.
 
     Returns:
         BF16 ``(R, N)``.
 
     Raises:
         NotWholeBlocks: if K or N, or for a quantised wgrad R, is not a multiple of the block, 32 or NVFP4's 16.
-
-    Example:
-        >>> x, w = torch.randn(64, 32).bfloat16(), torch.randn(2, 96, 32).bfloat16()
-        >>> grouped_mm(x, w.transpose(-2, -1), torch.tensor([32, 64], dtype=torch.int32)).shape
-        torch.Size([64, 96])
     """
-    arithmetic = f"{precision}_emulated" + ("" if wgrad == "bf16" else f"_wgrad_{precision}")
     block = ARITHMETIC[arithmetic].block
     require_whole_blocks("the inner dimension K", weight_eKN.shape[1], block)
     require_whole_blocks("the outer dimension N", weight_eKN.shape[2], block)
     # Only wgrad has blocks along the tokens: a validation pass may bring any number of them.
-    needs_wgrad = torch.is_grad_enabled() and weight_eKN.requires_grad
-    # A compiler does not know how many tokens a dispatch brings; the dispatcher has padded them.
-    if needs_wgrad and wgrad == "mxfp8" and not (pad_inside or torch.compiler.is_compiling()):
-        require_whole_blocks("the token axis (pad_inside=True pads it)", x_RK.shape[0], block, or_none=True)
-    return _GroupedMM.apply(x_RK, weight_eKN, ends_e, arithmetic, pad_inside)
+    along_tokens = "_wgrad_" in arithmetic and torch.is_grad_enabled() and weight_eKN.requires_grad
+    # A compiler does not know how many tokens a dispatch brings; who called has padded them.
+    if along_tokens and not torch.compiler.is_compiling():
+        require_whole_blocks("the token axis", x_RK.shape[0], block, or_none=True)
+    return _GroupedMM.apply(x_RK.contiguous(), weight_eKN, ends_e, arithmetic)
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_RK: Tensor, weight_eKN: Tensor, ends_e: Tensor, arithmetic: str, pad_inside: bool
-    ) -> Tensor:
-        how, place_R, x_RK = ARITHMETIC[arithmetic], None, x_RK.contiguous()
-        if pad_inside:
-            place_R, ends_e, rows = _padding_of(ends_e, x_RK.shape[0], how.block)
-            x_RK = _pad(x_RK, place_R, rows)
+    def forward(ctx: Any, x_RK: Tensor, weight_eKN: Tensor, ends_e: Tensor, arithmetic: str) -> Tensor:
+        how = ARITHMETIC[arithmetic]
         ctx.arithmetic = arithmetic
-        ctx.save_for_backward(x_RK, weight_eKN, ends_e, place_R)
+        ctx.save_for_backward(x_RK, weight_eKN, ends_e)
         # Weights come as the transposed view of contiguous ones, so this is no copy.
         weights = how.weights([weight_eKN.transpose(-2, -1).contiguous()])
-        output_RN = how.product(how.rows(x_RK, ends_e), weights, ends_e)
-        return output_RN if place_R is None else output_RN.index_select(0, place_R)
+        return how.product(how.rows(x_RK, ends_e), weights, ends_e)
 
     @staticmethod
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
-        x_RK, weight_eKN, ends_e, place_R = ctx.saved_tensors
-        how = ARITHMETIC[ctx.arithmetic]
-        grad_RN = grad_RN.contiguous() if place_R is None else _pad(grad_RN, place_R, x_RK.shape[0])
+        x_RK, weight_eKN, ends_e = ctx.saved_tensors
+        how, grad_RN = ARITHMETIC[ctx.arithmetic], grad_RN.contiguous()
         (wgrad_eNK,) = how.wgrads(grad_RN, x_RK, ends_e, 1)
         # Quantised a second time, along N: keeping both forms would double the memory of the weights.
         weights = how.transposed_weights([weight_eKN.transpose(-2, -1).contiguous()])
         dgrad_RK = how.product(how.rows(grad_RN, ends_e), weights, ends_e)
-        if place_R is not None:
-            dgrad_RK = dgrad_RK.index_select(0, place_R)
-        return dgrad_RK, wgrad_eNK.transpose(-2, -1), None, None, None
-
-
-def _padding_of(ends_e: Tensor, rows: int, block: int) -> tuple[Tensor, Tensor, int]:
-    """Each row's place when groups are padded to whole blocks, int64 ``(R,)``; where the groups end; rows in all.
-
-    The layout of torchao's ``pad_token_groups``, without its loop over the groups.
-    """
-    starts_e = F.pad(ends_e[:-1], (1, 0))
-    padded_e = (ends_e - starts_e + block - 1) // block * block
-    padded_ends_e = torch.cumsum(padded_e, 0, dtype=torch.int32)
-    shift_e = padded_ends_e - padded_e - starts_e
-    row_R = torch.arange(rows, device=ends_e.device, dtype=torch.int32)
-    # A row's group is the first that ends after it; empty groups end where the one before does.
-    place_R = row_R + shift_e[torch.searchsorted(ends_e, row_R, right=True)]
-    # The most that padding can need: the exact number is on the device, and reading it would be a host sync.
-    most = (rows + block - 1) // block * block + ends_e.shape[0] * block
-    return place_R.long(), padded_ends_e, most
-
-
-def _pad(x_RK: Tensor, place_R: Tensor, rows: int) -> Tensor:
-    return x_RK.new_zeros((rows, x_RK.shape[1])).index_copy_(0, place_R, x_RK)
+        return dgrad_RK, wgrad_eNK.transpose(-2, -1), None, None
 
 
 # An expert as one function
@@ -533,11 +486,6 @@ def scored(parent: type) -> Any:
     """A subclass of a grouped-experts module whose forward takes the rows' scores.
 
     The parent is TorchTitan's ``GroupedExperts`` or a quantised subclass of it: whatever multiplies by ``_grouped_mm``.
-
-    Example:
-        >>> from torchtitan.models.common.moe import GroupedExperts
-        >>> scored(GroupedExperts).__name__
-        'ScoredGroupedExperts'
     """
     config_class: Any = parent.Config  # type: ignore[attr-defined]
 
@@ -547,10 +495,9 @@ def scored(parent: type) -> Any:
             pass
 
         def forward(self, x_RD: Tensor, num_tokens_per_expert_e: Tensor, scores_R: Tensor) -> Tensor:
-            """SwiGLU of every row by its expert, times the row's score.
+            """SwiGLU of every row by its expert, times the row's score in float32, 0 for padding.
 
-            Rows are in expert-major order; ``num_tokens_per_expert_e`` counts those of each local expert, padding
-            included. Scores are float32, and 0 for padding.
+            Rows are in expert-major order; ``num_tokens_per_expert_e`` counts padding, too.
             """
             w1_eFD, w2_eDF, w3_eFD = (local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
             offs = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)
@@ -567,18 +514,9 @@ def scored(parent: type) -> Any:
 def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
     """A subclass of a grouped-experts module that multiplies in 8 bits, each expert as one function.
 
-    Its forward is ``(rows, num_tokens_per_expert_e, scores_R=None)``. ``Config`` is the parent's; ``kernels``, if it
-    has them, choose between native and emulated MXFP8, and ``wgrad`` the weight gradient's precision: ``bf16`` or the
-    products'.
-
-    Args:
-        parent: TorchTitan's ``GroupedExperts`` or a subclass with the same parameters.
-        precision: of the products, and of rows that arrive quantised.
-
-    Example:
-        >>> from torchtitan.models.common.moe import GroupedExperts
-        >>> quantised_experts(GroupedExperts, "fp8").__name__
-        'FP8GroupedExperts'
+    The parent is TorchTitan's ``GroupedExperts`` or a subclass with the same parameters; the precision is that of the
+    products, and of rows that arrive quantised. ``Config`` is the parent's; ``kernels``, if it has them, choose between
+    native and emulated MXFP8, and ``wgrad`` the weight gradient's precision: ``bf16`` or the products'.
     """
     config_class: Any = parent.Config  # type: ignore[attr-defined]
 
@@ -599,11 +537,7 @@ def quantised_experts(parent: type, precision: Precision8 = "mxfp8") -> Any:
         def forward(
             self, rows: Tensor | QuantisedRows, num_tokens_per_expert_e: Tensor, scores_R: Tensor | None = None
         ) -> Tensor:
-            """SwiGLU of every row by its expert, times the row's score if there are scores: BF16 ``(R, D)``.
-
-            Rows are in expert-major order, BF16 or as they arrived; each expert's group, and so its count, is padded
-            to what the kernels need. Scores are float32, 0 for padding.
-            """
+            """Likewise; rows are BF16 or as they arrived, in groups padded to what the kernels need."""
             # Plain tensors: moelab's operators know no DTensor, and the products are of this rank's experts alone.
             w1_eFD, w3_eFD, w2_eDF = (local(weight).bfloat16() for weight in (self.w1_EFD, self.w3_EFD, self.w2_EDF))
             ends_e = torch.cumsum(num_tokens_per_expert_e, dim=0, dtype=torch.int32)

@@ -56,7 +56,6 @@ class Element:
     name: str
     dtype: torch.dtype  # of E2M1, which PyTorch has in pairs only, that of a byte for each code
     max: float  # largest finite magnitude
-    emax: int  # exponent of the largest power of two
     emin: int  # exponent of the smallest normal number
     mantissa_bits: int  # stored bits after the binary point
 
@@ -66,12 +65,10 @@ class Element:
         return 100 / (2 ** (self.mantissa_bits + 1) + 1)
 
 
-E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emax=8, emin=-6, mantissa_bits=3)
-E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emax=15, emin=-14, mantissa_bits=2)
-E2M1 = Element(name="E2M1", dtype=torch.uint8, max=6.0, emax=2, emin=0, mantissa_bits=1)
-BFLOAT16 = Element(
-    name="BF16", dtype=torch.bfloat16, max=torch.finfo(torch.bfloat16).max, emax=127, emin=-126, mantissa_bits=7
-)
+E4M3 = Element(name="E4M3", dtype=torch.float8_e4m3fn, max=448.0, emin=-6, mantissa_bits=3)
+E5M2 = Element(name="E5M2", dtype=torch.float8_e5m2, max=57344.0, emin=-14, mantissa_bits=2)
+E2M1 = Element(name="E2M1", dtype=torch.uint8, max=6.0, emin=0, mantissa_bits=1)
+BFLOAT16 = Element(name="BF16", dtype=torch.bfloat16, max=torch.finfo(torch.bfloat16).max, emin=-126, mantissa_bits=7)
 ELEMENTS = {element.name.lower(): element for element in (E4M3, E5M2, E2M1)}
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchao.prototype.moe_training import mxfp8_grouped_mm as torchao_mxfp8
 
-from moelab.mxfp8.quantise import BLOCK, E4M3, quantise, quantise_fp8
+from moelab.mxfp8.quantise import BLOCK, E4M3, empty_transposed, quantise, quantise_fp8
 
 
 def on_cuda(data: Tensor) -> bool:
@@ -132,13 +132,11 @@ def quantised_wgrad(grad_NM: Tensor, x_KM: Tensor, ends_G: Tensor) -> Tensor:
     ``ends_G`` is int32; what comes back is BF16 ``(G, N, K)``, zeros of a rank without tokens.
     """
     if not x_KM.shape[1]:
-        return x_KM.new_zeros((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))
+        return x_KM.new_zeros((len(ends_G), len(grad_NM), len(x_KM)))
     return torch._grouped_mm(grad_NM, x_KM.transpose(-2, -1), offs=ends_G, out_dtype=torch.bfloat16)
 
 
-@quantised_wgrad.register_fake
-def _(grad_NM: Tensor, x_KM: Tensor, ends_G: Tensor) -> Tensor:
-    return x_KM.new_empty((ends_G.shape[0], grad_NM.shape[0], x_KM.shape[0]))
+quantised_wgrad.register_fake(lambda grad_NM, x_KM, ends_G: x_KM.new_empty((len(ends_G), len(grad_NM), len(x_KM))))
 
 
 @torch.library.custom_op("moelab::fp8_wgrad", mutates_args=())
@@ -206,9 +204,8 @@ def _empty_scales(rows_RK: Tensor, K: int, precision: str) -> Tensor:
 
 
 @quantised_swiglu.register_fake
-def empty_quantised_swiglu(gate_up_RH: Tensor, scores_R: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
+def empty_quantised_swiglu(gate_up_RH: Tensor, _scores_R: Tensor | None, precision: str) -> tuple[Tensor, Tensor]:
     """Memory for the result."""
-    del scores_R
     R, H = gate_up_RH.shape
     return gate_up_RH.new_empty((R, H // 2), dtype=E4M3), _empty_scales(gate_up_RH, H // 2, precision)
 
@@ -240,16 +237,14 @@ def empty_fp8_weights(weights_eNK: list[Tensor], transposed: bool) -> tuple[Tens
 
 
 @fp8_turned.register_fake
-def empty_fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
+def empty_fp8_turned(x_RC: Tensor, _factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for the result."""
-    del factors_R
     R, C = x_RC.shape
     return x_RC.new_empty((C, R), dtype=E4M3), x_RC.new_empty((len(ends_e), C), dtype=torch.float32)
 
 
 @fp8_wgrad.register_fake
-def _(left_NR: Tensor, right_KR: Tensor, factors_eN: Tensor, factors_eK: Tensor, ends_e: Tensor) -> Tensor:
-    del factors_eN, factors_eK
+def _(left_NR: Tensor, right_KR: Tensor, _factors_eN: Tensor, _factors_eK: Tensor, ends_e: Tensor) -> Tensor:
     return left_NR.new_empty((len(ends_e), len(left_NR), len(right_KR)), dtype=torch.bfloat16)
 
 
@@ -259,10 +254,7 @@ def _(grad_RN: Tensor, x_RK: Tensor, ends_e: Tensor, weights: int) -> list[Tenso
     return [grad_RN.new_empty(size) for _ in range(weights)]
 
 
-@turned.register_fake
-def empty_turned(data_RC: Tensor) -> Tensor:
-    """Memory for the result."""
-    return data_RC.new_empty(data_RC.shape[::-1])
+turned.register_fake(empty_transposed)
 
 
 if torch.cuda.is_available():

@@ -14,7 +14,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from moelab.mxfp8 import operators
-from moelab.mxfp8.quantise import BLOCK
+from moelab.mxfp8.quantise import BLOCK, empty_transposed
 
 WARPS = 8
 TILE_N, TILE_K = 256, 64
@@ -74,11 +74,6 @@ def _store_quantised(x, data, scales, columns, inside, K, SIZE: tl.constexpr, MX
 
 
 @triton.jit
-def _silu(gate):  # type: ignore[no-untyped-def]
-    return gate / (1.0 + tl.exp(-gate))
-
-
-@triton.jit
 def _rounded(x):  # type: ignore[no-untyped-def]
     """FP32, rounded to BF16 as TorchTitan's intermediate results are."""
     return x.to(tl.bfloat16).to(tl.float32)
@@ -92,7 +87,7 @@ def _swiglu_kernel(gate_up, scores, data, scales, F, SCORED: tl.constexpr, SIZE:
     gate = tl.load(gate_up + row * 2 * F + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * F + F + columns, mask=inside, other=0.0).to(tl.float32)
     # Rounded after SiLU, after the product and after the score, as separate kernels would.
-    h = _rounded(_rounded(_silu(gate)) * up)
+    h = _rounded(_rounded(gate / (1.0 + tl.exp(-gate))) * up)
     if SCORED:
         h = _rounded(h * tl.load(scores + row))
     _store_quantised(h, data + row * F, scales + row * (F // 32 if MX else 1), columns, inside, F, SIZE, MX)
@@ -245,17 +240,9 @@ def quantised_swiglu(gate_up_RH: Tensor, scores_R: Tensor | None, precision: str
     data, scales = operators.empty_quantised_swiglu(gate_up_RH, scores_R, precision)
     gate_up_RH, F = gate_up_RH.contiguous(), data.shape[1]
     if len(data):
-        _swiglu_kernel[(len(data),)](
-            gate_up_RH,
-            gate_up_RH if scores_R is None else scores_R,
-            data,
-            scales,
-            F,
-            SCORED=scores_R is not None,
-            SIZE=_size(F),
-            MX=precision == "mxfp8",
-            num_warps=WARPS,
-        )
+        scored, scores = scores_R is not None, gate_up_RH if scores_R is None else scores_R
+        how = (F, scored, _size(F), precision == "mxfp8")
+        _swiglu_kernel[(len(data),)](gate_up_RH, scores, data, scales, *how, num_warps=WARPS)
     return data, scales
 
 
@@ -267,17 +254,9 @@ def quantised_swiglu_backward(
     results = operators.empty_quantised_swiglu_backward(gate_up_RH, h_grad_RF, scores_R, precision)
     R, F = h_grad_RF.shape
     if R:
-        _swiglu_backward_kernel[(R,)](
-            gate_up_RH.contiguous(),
-            h_grad_RF.contiguous(),
-            gate_up_RH if scores_R is None else scores_R,
-            *results,
-            F,
-            SCORED=scores_R is not None,
-            SIZE=_size(F),
-            MX=precision == "mxfp8",
-            num_warps=WARPS,
-        )
+        scored, scores = scores_R is not None, gate_up_RH if scores_R is None else scores_R
+        given, how = (gate_up_RH.contiguous(), h_grad_RF.contiguous(), scores), (scored, _size(F), precision == "mxfp8")
+        _swiglu_backward_kernel[(R,)](*given, *results, F, *how, num_warps=WARPS)
     return results
 
 
@@ -329,7 +308,7 @@ def fp8_turned(x_RC: Tensor, factors_R: Tensor, ends_e: Tensor) -> tuple[Tensor,
 @operators.turned.register_kernel("cuda")
 def turned(data_RC: Tensor) -> Tensor:
     """One read, one write, as bytes."""
-    data_CR, (R, C) = operators.empty_turned(data_RC), data_RC.shape
+    data_CR, (R, C) = empty_transposed(data_RC), data_RC.shape
     if data_RC.numel():
         # As bytes: to move E4M3, Triton need not compute with it.
         source, target = data_RC.contiguous().view(torch.uint8), data_CR.view(torch.uint8)

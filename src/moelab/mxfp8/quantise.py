@@ -163,11 +163,8 @@ def _reciprocals(exponents: torch.Tensor) -> torch.Tensor:
 def fake_quantise_rows(x: torch.Tensor) -> torch.Tensor:
     """Quantise BF16 ``(..., C)`` to MXFP8 in blocks along the last dimension, and expand again.
 
-    Returns:
-        BF16, ``(..., C)``, contiguous: the values of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)`` times its scales.
-
-    Raises:
-        NotWholeBlocks: if C is not a multiple of 32 (0 included).
+    Returns BF16, ``(..., C)``, contiguous: the values of torchao's ``to_mx(x, float8_e4m3fn, 32, RCEIL)`` times its
+    scales. :class:`NotWholeBlocks` if C is not a multiple of 32 (0 included).
     """
     require_whole_blocks("the last dimension", x.shape[-1])
     return _round_trip(x.contiguous().unflatten(-1, (-1, BLOCK)), -1).flatten(-2)
@@ -258,23 +255,18 @@ def fake_quantise_nvfp4(x: torch.Tensor, ends_G: torch.Tensor | None, by_columns
     else:
         require_whole_blocks("the last dimension", x.shape[-1], NVFP4_BLOCK)
         x = x.contiguous()
-    blocks = x.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
-    return _nvfp4_round_trip(blocks, amax.float()).flatten(-2)
+    amax, blocks = amax.float(), x.unflatten(-1, (x.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
+    outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, amax / (E4M3_MAX * E2M1_MAX))
+    wide = blocks.float()
+    inner = (wide.abs().amax(-1, keepdim=True) / E2M1_MAX / outer).clamp(_E4M3_LEAST_NORMAL, E4M3_MAX).to(E4M3).float()
+    # torchao's order of the operations, which decides the last bit: (1 / outer) / inner, and outer * inner.
+    scaled = wide.mul_(1.0 / outer / inner).clamp_(-E2M1_MAX, E2M1_MAX)
+    return _with_signs(_round(scaled, *_E2M1_ROUNDING).mul_(outer * inner), blocks).flatten(-2)
 
 
 @fake_quantise_nvfp4.register_fake
 def _(x: torch.Tensor, ends_G: torch.Tensor | None, by_columns: bool = False) -> torch.Tensor:
     return empty_transposed(x) if by_columns else x.new_empty(x.shape)
-
-
-def _nvfp4_round_trip(x: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Fake-quantise blocks along the last axis; ``amax``, float32, has one number for each, or broadcasts to that."""
-    outer = torch.where(amax < NVFP4_LEAST_AMAX, 1.0, amax / (E4M3_MAX * E2M1_MAX))
-    wide = x.float()
-    inner = (wide.abs().amax(-1, keepdim=True) / E2M1_MAX / outer).clamp(_E4M3_LEAST_NORMAL, E4M3_MAX).to(E4M3).float()
-    # torchao's order of the operations, which decides the last bit: (1 / outer) / inner, and outer * inner.
-    scaled = wide.mul_(1.0 / outer / inner).clamp_(-E2M1_MAX, E2M1_MAX)
-    return _with_signs(_round(scaled, *_E2M1_ROUNDING).mul_(outer * inner), x)
 
 
 if torch.cuda.is_available():
