@@ -400,34 +400,33 @@ SIMULATED_NOTE: Final = "simulated, not measured"
 def simulated_run(seconds: float = 20.0) -> RunDir:
     """A run of 256 ranks that never was, replayed from the packaged log into a run directory that goes with Python.
 
-    Three quarters of the log are there at once; a thread writes the rest in so many seconds, or before this returns
+    Three quarters of the steps are there at once; a thread writes the rest in so many seconds, or before this returns
     where they are none.
     """
     folder = tempfile.mkdtemp(prefix="moelab-simulated-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run = directory.create(Path(folder), Experiment(**SIMULATED))
-    # Whole in memory: it is a few MB, and is cut at any byte, in the middle of lines too, as a real log is read.
     log = gzip.decompress(SIMULATED_LOG.read_bytes())
-    begun, parts = len(log) * 3 // 4, max(1, int(seconds / 0.5))
     rows = read_log([log]).rows[["segment", "step", *VALUE_COLUMNS]]
     records = rows.to_json(orient="records", lines=True, double_precision=15).splitlines(keepends=True)
-    places = [0]  # of the first line of each row's step in the log
+    places = [0]  # in the log of the first line of each row's step
     for step in rows["step"]:
         places.append(log.index(f"step: {step:2}  loss:".encode(), places[-1]))
+    texts = [log[start:end] for start, end in itertools.pairwise([0, *places[2:], len(log)])]
 
-    def write(start: int, end: int) -> None:
+    def write(first: int, end: int) -> None:
         with run.log.open("ab") as file, (run.path / METRICS_FILE).open("a") as metrics:
-            file.write(log[start:end])
-            metrics.writelines(one for one, at in zip(records, places[1:], strict=True) if start <= at < end)
+            file.writelines(texts[first:end])
+            metrics.writelines(records[first:end])
 
+    begun = len(records) * 3 // 4
     write(0, begun)
     run.set_status(Status(state=State.RUNNING, attempts=1))
 
     def replay() -> None:
-        ends = np.linspace(begun, len(log), parts + 1).astype(int)
-        for start, end in itertools.pairwise(ends):
-            time.sleep(seconds / parts)
-            write(start, end)
+        for place in range(begun, len(records)):
+            time.sleep(seconds / (len(records) - begun))
+            write(place, place + 1)
         run.set_status(Status(state=State.COMPLETED, exit_code=0, attempts=2))
 
     thread = threading.Thread(target=replay, daemon=True)
