@@ -208,7 +208,7 @@ def test_a_plan_of_the_published_runs_has_their_layout_and_what_its_figure_stack
     figure = planned.memory_figure("bf16_standard")
     stacked = [sum(values) for values in zip(*(bar.y for bar in figure.data if bar.type == "bar"), strict=True)]
     assert max(stacked) == pytest.approx(frame["total_gib"][0], abs=0.1)  # parts of some MB are not drawn
-    assert "GiB" in figure.layout.yaxis.title.text
+    assert "GiB" in figure.layout.xaxis.title.text
 
 
 @pytest.mark.parametrize("study", STUDIES, ids=lambda file: file.stem)

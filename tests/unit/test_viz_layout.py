@@ -134,7 +134,7 @@ def test_memory_bars_add_up_to_the_prediction(changes: dict[str, Any]) -> None:
     predicted = estimate(experiment(**changes), layout(**changes), B200)
     figure = memory_bars(predicted, layout(**changes), B200)
     bars = traces(figure, type="bar")
-    sums = [sum(bar.y[rank] for bar in bars) for rank in range(len(predicted.by_stage))]
+    sums = [sum(bar.x[rank] for bar in bars) for rank in range(len(predicted.by_stage))]
     assert sums == pytest.approx([stage.total_gib for stage in predicted.by_stage], abs=0.3)
     needs = f"needs {predicted.worst_gib:.1f} of {predicted.capacity_gib:.1f} GiB of a B200"
     assert_says(figure, needs, "predicted, not measured", predicted.dominant.split(":")[0])
@@ -145,7 +145,7 @@ def test_memory_that_does_not_fit_says_so_and_an_unknown_capacity_is_no_line() -
     predicted = estimate(experiment(), layout(), small)
     figure = memory_bars(predicted, layout(), small)
     assert_says(figure, "Does not fit")
-    assert figure.layout.yaxis.range[1] > predicted.worst_gib
+    assert figure.layout.xaxis.range[1] > predicted.worst_gib
     figure = memory_bars(estimate(experiment(), layout(), unknown), layout(), unknown)
     assert_says(figure, f"needs {predicted.worst_gib:.1f} GiB; what a A9 has is not known")
     assert not figure.layout.shapes

@@ -149,9 +149,9 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     assert_says(
         deepep.operation_times(exchanges(device="CPU processes over gloo: the method's test")), "no measure of a GPU"
     )
-    standard = traces(figure, name="standard, BF16")
-    assert [list(bar.y) for bar in standard] == [[4.0] * 4, [2.0] * 4]
-    assert standard[0].error_y.array == (0.05,) * 4
+    (standard,) = traces(figure, name="standard, BF16")
+    assert list(standard.x) == [4.0] * 4 + [2.0] * 4
+    assert standard.error_x.array == (0.05,) * 8
     assert not traces(figure, name="DeepEP expanding, MXFP8 dispatch")  # it failed
     figure = deepep.sm_sweep(exchanges(packaged=True))
     assert_says(figure, REPLAYED)

@@ -29,12 +29,10 @@ from moelab.viz.draw import (
     bar_rows,
     draw_limit,
     error_bars,
-    in_panel,
     legend_below,
     legend_entry,
     list_rows,
     nothing_to_draw,
-    panels,
     write_beside,
 )
 from moelab.viz.theme import INK, MUTED, WIDE, arm_styles, new_figure, plot_text, span
@@ -163,35 +161,25 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
     rows = [row for row in _of_size(measured, size) if row.get("sms_chosen_by") != "caller" and row["arm"] in ARM_LOOKS]
     if not rows:
         return not_measured(measured, "Dispatch and combine")
-    routings = list(dict.fromkeys(row["routing"] for row in rows))
-    figure = panels(
+    known = {(row["routing"], row["operation"], row["arm"]): row for row in rows}
+    routings = dict.fromkeys(row["routing"] for row in rows)
+    places = [(each, one) for each in routings for one in OPERATIONS if any((each, one) == key[:2] for key in known)]
+    arms = {arm: look for arm, look in ARM_LOOKS.items() if any(arm == key[2] for key in known)}
+    none = {"us_median": 0.0, "us_iqr": 0.0}
+    of_arms = {label: [known.get((*place, arm), none) for place in places] for arm, (label, _) in arms.items()}
+    return bar_rows(
         "Time of a layer's four exchanges",
-        [f"{ROUTING_LABELS[routing]} routing" for routing in routings],
+        [[f"{ROUTING_LABELS[each]}<br>routing" for each, _ in places], [_OPERATIONS[one] for _, one in places]],
+        {label: ([row["us_median"] / 1e3 for row in of_arms[label]], (color, "")) for label, color in arms.values()},
+        "ms",
+        unit=":.2f ms",
+        grouped=True,
+        errors={label: [row["us_iqr"] / 2e3 for row in of_arm] for label, of_arm in of_arms.items()},
         subtitle=f"{_size_words(rows[0])}. Median of {rows[0]['repeats']} turns, slowest rank; bars of half an "
         f"interquartile range each way. {measured.stamp}.",
         note=replayed(measured),
-        height=420,
-        shared=True,
+        row_px=20 + 11 * len(arms),
     )
-    named: set[str] = set()  # the legend names an arm in the first panel that has it
-    for column, routing in enumerate(routings, start=1):
-        for arm, (label, color) in ARM_LOOKS.items():
-            times = {row["operation"]: row for row in rows if (row["routing"], row["arm"]) == (routing, arm)}
-            if times:
-                figure.add_bar(
-                    x=[_OPERATIONS[operation].replace(" ", "<br>") for operation in times],
-                    y=[row["us_median"] / 1e3 for row in times.values()],
-                    error_y={"array": [row["us_iqr"] / 2e3 for row in times.values()], "color": INK, "thickness": 1.2},
-                    marker_color=color,
-                    hovertemplate=f"{label}: %{{y:.2f}} ms<extra></extra>",
-                    **in_panel(column, label) | {"legendgroup": arm, "showlegend": arm not in named},
-                )
-                named.add(arm)
-    order = [name.replace(" ", "<br>") for name in _OPERATIONS.values()]
-    figure.update_xaxes(showgrid=False, ticks="", tickangle=0, tickfont_size=10, categoryarray=order)
-    figure.update_yaxes(range=[0, 1.1 * max(row["us_median"] + row["us_iqr"] for row in rows) / 1e3])
-    figure.update_yaxes(title_text="ms", col=1)
-    return legend_below(figure.update_layout(barmode="group", bargap=0.2))
 
 
 def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:

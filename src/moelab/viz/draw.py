@@ -85,6 +85,7 @@ def bar_rows(
     note: str = "",
     grouped: bool = False,
     numbers: str = "",
+    errors: Mapping[str, Sequence[float]] = MappingProxyType({}),
     row_px: float = 44,
     ends: Sequence[str] = (),
     diamonds: tuple[str, Sequence[float | None]] | None = None,
@@ -102,6 +103,7 @@ def bar_rows(
         note: as of that function.
         grouped: bars of a row below each other, not one after another.
         numbers: format of the values that stand in the bars with room for them; empty for none.
+        errors: how far error bars of a series reach each way.
         row_px: height of a row.
         ends: text beside the end of each row's bars.
         diamonds: name and values of further marks, one in each row.
@@ -114,7 +116,8 @@ def bar_rows(
     for name, (values, look) in series.items():
         texts = [format(value, numbers) if value > 0.03 * longest else "" for value in values] if numbers else []
         hover = f"{name}: %{{x{form}}} {words}<extra></extra>"
-        bar = {"x": values, "y": rows, "name": name, "orientation": "h", "hovertemplate": hover}
+        bar: dict[str, object] = {"x": values, "y": rows, "name": name, "orientation": "h", "hovertemplate": hover}
+        bar["error_x"] = {"array": errors[name], "color": INK, "thickness": 1.2} if errors else None
         figure.add_bar(**bar, marker=fill(*look), **(inside(texts, size=13) if numbers else {}))
     if diamonds:
         name, marks = diamonds

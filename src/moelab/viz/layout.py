@@ -34,6 +34,7 @@ from moelab.planning.project import extrapolated, project, speed_text
 from moelab.viz.draw import (
     STAR,
     Look,
+    bar_rows,
     draw_limit,
     inside,
     legend_below,
@@ -270,51 +271,30 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
     """Predicted memory of one GPU of each pipeline rank, by part, against what the GPU has."""
     stages, known = memory.by_stage, gpu.memory_gib is not None
     rank = f"pipeline rank {memory.worst.rank}" if len(stages) > 1 else "each rank"
-    figure = new_figure(
+    # Embedding, norm and head are modules of a stage too, but no layers.
+    held = [[name for stage in own for name in layout.stages[stage]] for own in layout.stages_of_rank]
+    layers = [sum(name.startswith("layers.") for name in modules) for modules in held]
+    parts = {part: [stage.parts[part] for stage in stages] for part in PARTS}
+    figure = bar_rows(
         f"{'Fits' if memory.fits else 'Does not fit'}: {rank} needs {memory.worst_gib:.1f} of "
         f"{memory.capacity_gib:.1f} GiB of a {gpu.name}"
         if known
         else f"{rank.capitalize()} needs {memory.worst_gib:.1f} GiB; what a {gpu.name} has is not known",
+        [f"rank {place}, {counted(count, 'layer')}" for place, count in enumerate(layers)],
+        # Else a dozen parts of some MB fill the legend.
+        {part: (values, _LOOKS[part]) for part, values in parts.items() if max(values) >= SMALLEST_GIB},
+        "memory per GPU (GiB)",
+        unit=":.1f GiB",
         subtitle=f"Fullest moment: {memory.worst.moment}. Largest part: {memory.dominant}.",
         note="predicted, not measured",
-        height=340 if width == NARROW else 430,
+        row_px=min(64, max(18, 480 / len(stages))),
+        ends=[f"<b>{stage.total_gib:.1f}</b>" for stage in stages],
         width=width,
     )
-    for part in PARTS:
-        values = [stage.parts[part] for stage in stages]
-        if max(values) >= SMALLEST_GIB:  # else a dozen parts of some MB fill the legend
-            color, shape = _LOOKS[part]
-            hatch = {"shape": shape, "fgcolor": color, "bgcolor": "white", "size": 7, "solidity": 0.45}
-            figure.add_bar(
-                x=list(range(len(stages))),
-                y=values,
-                width=0.4 if len(stages) <= 4 else 0.7,
-                name=part,
-                marker={"color": color, "line": {"color": "white", "width": 0.5}},
-                marker_pattern=hatch if shape else None,
-                hovertemplate=f"{part}: %{{y:.1f}} GiB<extra></extra>",
-            )
-    # The sum above each bar is readable on the line of the capacity too; there is no room for it above narrow bars.
-    for place, stage in enumerate(stages if len(stages) <= 16 else ()):
-        digits, size = (1, 14) if len(stages) <= 8 else (0, 11)
-        above = {"x": place, "y": stage.total_gib, "yanchor": "bottom", "yshift": 2, "borderpad": 1}
-        text = f"<b>{stage.total_gib:.{digits}f}</b>"
-        figure.add_annotation(text=text, font_size=size, showarrow=False, bgcolor="white", **above)
     if known:
-        text = f"{gpu.name}<br>{memory.capacity_gib:.1f} GiB"
-        draw_limit(figure, memory.capacity_gib, text, color=INK if memory.fits else WARNING)
-    # Under the bars stand the rank and, where there is room, its layers.
-    names = [str(rank) if rank % (1 if layout.pp <= 16 else 2) == 0 else "" for rank in range(layout.pp)]
-    if layout.pp <= 8:
-        # Embedding, norm and head are modules of a stage too, but no layers.
-        held = [[name for stage in own for name in layout.stages[stage]] for own in layout.stages_of_rank]
-        counts = [sum(name.startswith("layers.") for name in modules) for modules in held]
-        names = [f"{rank}<br>{count} layers" for rank, count in enumerate(counts)]
-    figure.update_layout(barmode="stack", hovermode="x", legend_traceorder="normal")
-    figure.update_xaxes(title_text="pipeline rank", tickvals=list(range(len(stages))), ticktext=names)
-    figure.update_xaxes(range=[-0.5, len(stages) - 0.5] if len(stages) > 1 else [-1.5, 1.5], showgrid=False, ticks="")
-    figure.update_yaxes(title_text="memory per GPU (GiB)", range=[0, 1.12 * max(memory.worst_gib, memory.capacity_gib)])
-    return legend_below(figure, axis_px=76)
+        text = f"{gpu.name}: {memory.capacity_gib:.1f} GiB"
+        draw_limit(figure, memory.capacity_gib, text, along="x", color=INK if memory.fits else WARNING)
+    return figure.update_xaxes(range=[0, 1.15 * max(memory.worst_gib, memory.capacity_gib)])
 
 
 # The explorer
