@@ -41,11 +41,13 @@ def test_gains_that_multiply_by_a_factor_interact_by_that_factor(
 
 def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
     figure = published_bars()
-    drawn = [(trace.x[0], trace.y[0]) for trace in figure.data]
-    assert drawn == list(zip((0, 1, 3), (row.tps for row in THROUGHPUT), strict=True))
+    (bars,) = figure.data
+    published = [row.tps for row in THROUGHPUT]
+    assert list(bars.x) == [*published[:2], 0.0, published[2]]
     assert_says(figure, "quoted")
-    gains = [f"<b>{gain.percent:+.1f} %</b>" for gain in GAINS[:2]]
-    assert notes(figure) == ["baseline", gains[0], "not<br>published", gains[1]]
+    ends = [f"<b>{tps:,.0f}</b> " for tps in published]
+    gains = [f"({gain.percent:+.1f} %)" for gain in GAINS[:2]]
+    assert notes(figure) == [ends[0] + "(baseline)", ends[1] + gains[0], "not published", ends[2] + gains[1]]
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.judge.arms import arm_label
 from moelab.judge.curves import joined_lines, thinned, thinning
-from moelab.viz.theme import INK, MUTED, NARROW, NORMAL, WARNING, ArmStyle, new_figure, wrap
+from moelab.viz.theme import INK, MUTED, NARROW, NORMAL, WARNING, ArmStyle, new_figure
 
 Look = tuple[str, str]
 """A colour and plotly's hatch, which is empty for a plain bar."""
@@ -163,14 +162,6 @@ def legend_below(figure: go.Figure, *, axis_px: int = 58) -> go.Figure:
 def over_steps(figure: go.Figure, y: str, **axis: object) -> go.Figure:
     """Name the axes of curves over steps, all of which show their value at the step that is pointed at."""
     return figure.update_layout(xaxis_title_text="step", yaxis={"title_text": y, **axis}, hovermode="x unified")
-
-
-def draw_arm_axis(figure: go.Figure, arms: Sequence[str], *, margin: float = 0.6) -> None:
-    """Name the arms under places 0, 1, 2 …, with so much room beside the first and the last."""
-    labels = [wrap(arm_label(arm), 18) for arm in arms]
-    # Places are numbers, not names, so that seeds and intervals can stand beside the middle of a bar.
-    figure.update_xaxes(tickvals=list(range(len(arms))), ticktext=labels, showgrid=False, ticks="")
-    figure.update_xaxes(range=[-margin, len(arms) - 1 + margin])
 
 
 def running_rows(

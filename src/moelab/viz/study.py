@@ -25,29 +25,27 @@ from moelab.judge.curves import (
     smoothing_window,
     thinning,
 )
-from moelab.judge.published import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, published_tps
+from moelab.judge.published import GAINS, SOURCE, THROUGHPUT_SETUP, published_tps
 from moelab.judge.throughput import Gain, arm_throughput
 from moelab.judge.verdict import Answer, ArmSeeds, Verdict, judge
 from moelab.runs.expert_load import ExpertLoad
 from moelab.viz.draw import (
-    draw_arm_axis,
     draw_band,
     draw_marks,
     draw_mean,
     draw_seeds,
-    error_bars,
-    inside,
     interval_marks,
     legend_below,
     list_rows,
     nothing_to_draw,
     over_steps,
     panels,
+    write_beside,
 )
 from moelab.viz.theme import (
     INK,
     MUTED,
-    VEIL,
+    NORMAL,
     WARNING,
     WIDE,
     ArmStyle,
@@ -269,13 +267,12 @@ def verdict_examples() -> go.Figure:
 
 TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 """``mxfp8_standard`` was not published."""
-_ABOVE = {"showarrow": False, "yanchor": "bottom", "yshift": 6}
 
 
 def throughput_bars(
     table: pd.DataFrame, *, gains: Sequence[Gain] = (), warmup_steps: int = 3, note: str = ""
 ) -> go.Figure:
-    """Tokens per second per GPU of every arm with its seeds, and above the arms their gains over a baseline.
+    """Tokens per second per GPU of every arm with its seeds, and beside the bars their gains over a baseline.
 
     Raises:
         BadInput: No step with a throughput is left after the warm-up.
@@ -291,33 +288,30 @@ def throughput_bars(
     )
     if max(counts) == 1:
         reading = f"Median over steps after {warmup_steps} warm-up steps; one seed per arm, so no interval."
-    figure = new_figure(_gain_title(by_arm.values()) or "Throughput by arm", subtitle=reading, note=note)
-    # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
-    ceiling = 2.0 * max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
-    tops = [arm.interval.high if arm.interval.exists else arm.tps for arm in arms]
-    for position, (arm, top) in enumerate(zip(arms, tops, strict=True)):
-        style, interval, seeds = arm_styles(measured)[arm.arm], arm.interval, arm.tps_by_seed
-        reach = error_bars([(interval.low, arm.tps, interval.high)], color=INK, thickness=1.5, width=8)
-        error_y = reach if interval.exists else {"visible": False}
-        _draw_arm_bar(figure, position, arm.tps, style, "%{y:,.0f} tokens/s", name=style.label, error_y=error_y)
-        figure.add_scatter(
-            # Right of the middle, where the interval stands; of many seeds the points move together.
-            x=[position + 0.13 + min(0.02, 0.24 / len(seeds)) * index for index in range(len(seeds))],
-            y=list(seeds.values()),
-            mode="markers",
-            marker=style.marker(8, hollow=[True] * len(seeds)),
-            customdata=list(seeds),
-            hovertemplate="seed %{customdata}: %{y:,.0f} tokens/s<extra></extra>",
-        )
+    texts = []
+    for arm in arms:
+        texts.append(f"<b>{arm.tps:,.0f}</b>")
         if over := by_arm.get(arm.arm):
             percent = over.interval.percent
             gained = f"{percent.low:+.1f} to {percent.high:+.1f}" if percent.exists else "no interval"
-            text = f"<b>{over.percent:+.1f} %</b><br><span style='font-size:12px'>{gained}</span>"
-            y = min(ceiling, max(top, *seeds.values()))
-            figure.add_annotation(text=text, x=position, y=y, **_ABOVE, bgcolor=VEIL)
-    highest = min(ceiling, max(max(arm.tps, top) for arm, top in zip(arms, tops, strict=True)))
-    # plotly makes bars as wide as the axis allows: a lone bar would fill the figure.
-    return _finish_arm_bars(figure, [arm.arm for arm in arms], highest, margin=0.7 if len(arms) > 1 else 1.0)
+            texts[-1] += f"<br>{over.percent:+.1f} % ({gained})"
+    # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
+    most = max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
+    ends = [min(2 * most, max(arm.interval.high if arm.interval.exists else 0.0, arm.tps)) for arm in arms]
+    title, tps = _gain_title(by_arm.values()) or "Throughput by arm", {arm.arm: arm.tps for arm in arms}
+    figure = _arm_rows(title, tps, texts, ends, subtitle=reading, note=note)
+    judged = {place: arm for place, arm in enumerate(arms) if arm.interval.exists}
+    intervals = [(arm.interval.low, arm.tps, arm.interval.high) for arm in judged.values()]
+    figure.add_trace(interval_marks(list(judged), intervals, color=INK, marker_color=INK, hoverinfo="skip"))
+    seeds = [(place, seed, tps) for place, arm in enumerate(arms) for seed, tps in arm.tps_by_seed.items()]
+    return figure.add_scatter(
+        x=[tps for _, _, tps in seeds],
+        y=[place + 0.38 for place, _, _ in seeds],  # below the middle, where the interval is
+        mode="markers",
+        marker={"size": 8, "color": "white", "line": {"color": MUTED, "width": 2}},
+        customdata=[seed for _, seed, _ in seeds],
+        hovertemplate="seed %{customdata}: %{x:,.0f} tokens/s<extra></extra>",
+    )
 
 
 def published_bars() -> go.Figure:
@@ -325,27 +319,53 @@ def published_bars() -> go.Figure:
 
     Nothing here was measured by moelab.
     """
-    gains = {gain.arm: gain.percent for gain in GAINS if gain.baseline == "bf16_standard"}
+    gains = {gain.arm: f"{gain.percent:+.1f} %" for gain in GAINS if gain.baseline == "bf16_standard"}
+    published = {arm: published_tps(arm) for arm in TWO_BY_TWO}
     setup = THROUGHPUT_SETUP
-    figure = new_figure(
+    return _arm_rows(
         "The published throughput: MXFP8 alone is missing",
+        {arm: row.tps if row else 0.0 for arm, row in published.items()},
+        [
+            f"<b>{row.tps:,.0f}</b> ({gains.get(arm, 'baseline')})" if row else "not published"
+            for arm, row in published.items()
+        ],
         subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
         f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps per arm; no "
         "interval and no rule for discarding steps were published.",
         note=f"quoted: {SOURCE.split(';')[0]}",
-        height=430,
         width=WIDE,
     )
-    for position, arm in enumerate(TWO_BY_TWO):
-        published = published_tps(arm)
-        if published is None:
-            figure.add_annotation(text="not<br>published", x=position, y=0, **_ABOVE | {"yshift": 8}, font_color=MUTED)
-            continue
-        hover = f"%{{y:,.0f}} tokens/s, {published.label}: {plot_text(published.source)}"
-        _draw_arm_bar(figure, position, published.tps, arm_styles([arm])[arm], hover)
-        text = f"<b>{gains[arm]:+.1f} %</b>" if arm in gains else "baseline"
-        figure.add_annotation(text=text, x=position, y=published.tps, **_ABOVE)
-    return _finish_arm_bars(figure, TWO_BY_TWO, max(row.tps for row in THROUGHPUT))
+
+
+def _arm_rows(
+    title: str,
+    tps: Mapping[str, float],
+    texts: Sequence[str],
+    ends: Sequence[float] = (),
+    *,
+    subtitle: str,
+    note: str,
+    width: int = NORMAL,
+) -> go.Figure:
+    """Throughput of arms as bars of their colours at places 0, 1, 2 …, with texts beside them or beside other ends."""
+    styles = [arm_styles(tps)[arm] for arm in tps]
+    figure = new_figure(title, subtitle=subtitle, note=note, height=130 + 64 * len(tps), width=width)
+    figure.add_bar(
+        x=list(tps.values()),
+        y=list(range(len(tps))),
+        width=0.56,
+        orientation="h",
+        marker={
+            "color": [style.fill(0.35) for style in styles],
+            "line": {"color": [style.color for style in styles], "width": 2},
+        },
+        hovertemplate="%{x:,.0f} tokens/s<extra></extra>",
+    )
+    ends = ends or list(tps.values())
+    for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
+        write_beside(figure, end, place, text, px=10)
+    figure.update_xaxes(range=[0, 1.65 * max(ends)], tickformat=",").update_annotations(align="left")
+    return list_rows(figure, "tokens/s per GPU", names=[style.label for style in styles], showlegend=False)
 
 
 def _gain_title(gains: Iterable[Gain]) -> str:
@@ -359,28 +379,6 @@ def _gain_title(gains: Iterable[Gain]) -> str:
         return f"{arm} is {best.percent:+.1f} % from {baseline}{both}, within its interval: no difference is shown"
     direction = "faster" if best.ratio > 1.0 else "slower"
     return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
-
-
-def _draw_arm_bar(
-    figure: go.Figure, position: float, tps: float, style: ArmStyle, hover: str, **options: object
-) -> None:
-    """An arm's throughput as a bar with its number inside; ``hover`` follows the arm's name."""
-    figure.add_bar(
-        x=[position],
-        y=[tps],
-        marker={"color": style.fill(0.35), "line": {"color": style.color, "width": 2}},
-        **inside([f"<b>{tps:,.0f}</b>"], size=16),
-        insidetextfont_color=INK,  # unlike textfont it follows the dark theme, which shows through the bar
-        hovertemplate=f"{style.label}: {hover}<extra></extra>",
-        **options,
-    )
-
-
-def _finish_arm_bars(figure: go.Figure, arms: Sequence[str], highest: float, *, margin: float = 0.6) -> go.Figure:
-    """Name the arms under their bars, and leave room above the highest (tokens/s) for what is written there."""
-    draw_arm_axis(figure, arms, margin=margin)
-    figure.update_yaxes(title_text="tokens/s per GPU", range=[0, 1.18 * highest], tickformat=",")
-    return figure.update_layout(showlegend=False, bargap=0.45)
 
 
 # The load of experts

@@ -19,7 +19,7 @@ import re
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -81,11 +81,9 @@ class ArmStyle:
         """The arm's line for plotly."""
         return {"color": self.color, "width": width, "dash": self.dash}
 
-    def marker(self, size: float, *, hollow: Sequence[bool] = ()) -> dict[str, object]:
-        """The arm's marker for plotly; with ``hollow`` outlined, and white inside where that is true."""
-        plain = {"symbol": self.symbol, "size": size, "color": self.color}
-        inside = ["white" if one else self.color for one in hollow]
-        return plain | {"color": inside, "line": {"color": self.color, "width": 2}} if hollow else plain
+    def marker(self, size: float) -> dict[str, object]:
+        """The arm's marker for plotly."""
+        return {"symbol": self.symbol, "size": size, "color": self.color}
 
 
 _LOOKS = {
