@@ -8,7 +8,6 @@ from typing import NamedTuple
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.judge.arms import base_arm
 from moelab.judge.two_by_two import (
     BASELINE,
     CODE,
@@ -28,14 +27,13 @@ from moelab.viz.draw import (
     Look,
     bar_rows,
     draw_limit,
-    error_bars,
+    interval_marks,
     legend_below,
-    legend_entry,
     list_rows,
     nothing_to_draw,
     write_beside,
 )
-from moelab.viz.theme import INK, MUTED, WIDE, arm_styles, new_figure, plot_text, span
+from moelab.viz.theme import MUTED, WIDE, new_figure, plot_text, span
 from moelab.viz.traffic import ROUTING_LABELS
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
@@ -234,8 +232,8 @@ def _size_words(row: Row) -> str:
 
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
-_ROUTING_MARKS = {"random_balanced": (-0.17, ""), "round_robin": (0.17, "-open")}
-"""How far from the middle of its row a routing's mark is, and the end of its symbol's name."""
+_ROUTING_MARKS = {"random_balanced": (-0.17, "#0072B2", "circle"), "round_robin": (0.17, "#D55E00", "diamond")}
+"""How far from the middle of its row a routing's mark is, its colour and its symbol."""
 
 
 def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
@@ -255,8 +253,6 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
     order = [*SHAPE_WORDS, *(one.shape for one in drawn)]  # shapes without a name come last
     shapes = sorted({one.shape for one in drawn}, key=order.index)
     lines = [line for shape in shapes for line in ((shape, None), *(row for row in rows if row[0] == shape))]
-    bases = {one.arm: base_arm(one.arm)[0] for one in drawn}  # a variant has the colour of what it varies
-    styles = arm_styles(bases.values())
     figure = new_figure(
         f"{_arm_words(best)} is {best.ratio:.2f} times as fast as stock ({shape_words(best.shape)}; "
         f"{checkpointing_words(best.activation_checkpoint)} on both sides)",
@@ -268,25 +264,18 @@ def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.F
         height=130 + 21 * len(lines),
         width=WIDE,
     )
-    for routing, (aside, suffix) in _ROUTING_MARKS.items():
-        name, here = ROUTING_LABELS[routing], [one for one in drawn if one.routing == routing]
-        look = {"color": INK, "size": 9, "symbol": f"circle{suffix}"}
-        figure.add_trace(legend_entry(name, mode="markers", marker=look))
-        figure.add_scatter(
-            x=[one.ratio for one in here],
-            y=[lines.index((one.shape, _row_words(one))) + aside for one in here],
-            mode="markers",
-            marker={
-                "color": [styles[bases[one.arm]].color for one in here],
-                "symbol": [f"{styles[bases[one.arm]].symbol}{suffix}" for one in here],
-                "size": 9,
-                "line": {"width": 1.5},
-            },
-            error_x=error_bars([one.ratio_ends for one in here], color=MUTED, thickness=1.2, width=3),
-            customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
-            hovertemplate=f"%{{customdata[0]}}, {name}: %{{x:.3f}} ×<br>%{{customdata[1]:,.0f}} "
-            "tokens/s per GPU; passes %{customdata[2]}<extra></extra>",
-            showlegend=False,
+    for routing, (aside, color, symbol) in _ROUTING_MARKS.items():
+        here = [one for one in drawn if one.routing == routing]
+        places = [lines.index((one.shape, _row_words(one))) + aside for one in here]
+        marks = interval_marks(places, [one.ratio_ends for one in here], color=color)
+        figure.add_trace(
+            marks.update(
+                name=ROUTING_LABELS[routing],
+                marker={"color": color, "symbol": symbol, "size": 9},
+                customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
+                hovertemplate="%{customdata[0]}: %{x:.3f} ×<br>%{customdata[1]:,.0f} tokens/s per GPU; passes "
+                "%{customdata[2]}",
+            )
         )
     most = max(one.ratio_ends[2] for one in drawn)
     for place, line in enumerate(lines):

@@ -40,7 +40,7 @@ from moelab.planning.time.traffic import (
     simulate_rows,
     times_fewer,
 )
-from moelab.viz.draw import STAR, in_panel, legend_below, legend_entry, name_map, panels
+from moelab.viz.draw import STAR, fill, in_panel, legend_below, legend_entry, name_map, panels
 from moelab.viz.table import as_table
 from moelab.viz.theme import FAR, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, Menu
@@ -282,14 +282,12 @@ def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPla
     spread = ((placement.experts_per_rank, placement.ep), (placement.experts_per_node, placement.nodes))
     for routing in routings:
         ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
-        color, shape = ROUTING_LOOKS[routing.kind]
-        hatch = {"shape": shape, "fgcolor": "white", "fillmode": "overlay", "size": 5}
         for column, (size, places) in enumerate(spread, start=1):
             most = min(placement.top_k, places)
             figure.add_bar(
                 x=list(range(1, most + 1)),
                 y=100 * destination_shares(ids_TK, size, most),
-                marker={"color": color, "pattern": hatch},
+                marker=fill(*ROUTING_LOOKS[routing.kind]),
                 hovertemplate="%{x}: %{y:.1f} %",
                 **in_panel(column, ROUTING_LABELS[routing.kind]),
             )
