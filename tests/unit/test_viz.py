@@ -25,9 +25,9 @@ from moelab.judge.throughput import arm_throughput, gain
 from moelab.judge.verdict import ArmSeeds, Verdict
 from moelab.runs.table import metrics_table
 from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
-from moelab.viz.draw import panels
+from moelab.viz.draw import legend_below, panels
 from moelab.viz.study import verdict_examples, verdict_intervals
-from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure
+from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure, wrap
 
 PAIR = ("bf16_standard", "mxfp8_standard")
 HOSTILE = "</script><script>alert(1)</script><b>x"
@@ -79,6 +79,19 @@ def test_importing_the_figures_leaves_plotly_alone_and_loads_neither_torch_nor_i
     figure = new_figure("A", subtitle="B")
     assert title(figure) == f"<b>A</b> <span style='font-size:13px;color:{MUTED}'>B</span>"
     assert panels("A", ["a", "b"], subtitle="").layout.template == figure.layout.template
+
+
+def test_titles_break_into_lines_of_like_length_and_legends_have_their_room() -> None:
+    lines = wrap("Six of eight rows are predicted within ten percent: the goal of all is missed", 74).split("<br>")
+    assert [len(line) > 30 for line in lines] == [True, True], "no lone word"
+    assert max(map(len, wrap("a_name_without_a_space", 8).split("<br>"))) == 8, "a name that is too long is broken"
+    figures = [new_figure("A", subtitle="") for _ in range(2)]
+    for figure, count in zip(figures, (2, 12), strict=True):
+        for number in range(count):
+            figure.add_bar(y=[1], name=f"one of a dozen names, {number}")
+        legend_below(figure)
+    few, many = (figure.layout for figure in figures)
+    assert many.height - few.height == many.margin.b - few.margin.b >= 3 * 20
 
 
 DRAWN = """
