@@ -264,7 +264,7 @@ def test_without_triton_all_works_but_training_which_says_so(tmp_path: Path) -> 
     # What is built into TorchTitan, and what measures that.
     assert {name.split(".")[1] for name in failed} == {"deepep", "micro", "mxfp8", "titan"}
     reason = "TorchTitan 0.3.0 cannot be imported without Triton, on a CPU too; on Linux: pip install triton"
-    assert f"bf16_standard: {reason}" in done.stdout
+    assert f"  --  BF16, FP8, MXFP8, NVFP4: {reason}\n" in done.stdout
     assert f"moelab: bf16_standard: {reason}" in done.stderr
     assert "moelab: TorchTitan cannot be imported here: No module named 'triton'" in done.stderr
     assert not (tmp_path / "runs").exists()

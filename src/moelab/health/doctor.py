@@ -111,12 +111,13 @@ def trains(arms: Sequence[ArmAnswer]) -> list[tuple[bool, str, str]]:
 
 
 def _by_words(answers: Sequence[tuple[str, Sequence[str], str]]) -> list[tuple[bool, str, str]]:
-    """One line for all of which the same is said."""
+    """One line for each reason, with all that it stops, and one for all that run in the same way."""
     names_of: dict[tuple[bool, str], list[str]] = {}
     for name, reasons, kernels in answers:
-        # What else would be legal, and for which precision, differs between arms that lack the same.
-        why = "; ".join(re.sub(r"\. (Legal|No) .*| \(precision \w+\)", "", reason) for reason in reasons)
-        names_of.setdefault((not reasons, why or kernels), []).append(name)
+        for words in reasons or [kernels]:
+            # What else would be legal, and for which precision, differs between arms that lack the same.
+            told = re.sub(r"\. (Legal|No) .*| \(precision \w+\)", "", words)
+            names_of.setdefault((not reasons, told), []).append(name)
     return [(runs, ", ".join(names), words) for (runs, words), names in names_of.items()]
 
 
