@@ -45,6 +45,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from memory_h100_case import thin_shape
 from torch import distributed as dist
@@ -53,10 +54,11 @@ from torchtitan.models.common.moe import TokenChoiceTopKRouter
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 from validation.shapes import BIG_SHAPES, NODE_SHAPES, SHAPES, Shape
+from validation.two_by_two import layer_rows
 
 from moelab.experiment import Experiment
 from moelab.files import write_json
-from moelab.judge.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING, layer_table
+from moelab.judge.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING
 from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, gpus
 from moelab.planning.measured import DRY_RUN
@@ -371,7 +373,7 @@ def main() -> None:
         run_together(group, content, options)
     for row in content.get("summary", []):
         print("SUMMARY", json.dumps(row), flush=True)
-    print(layer_table(content["rows"]).to_string(index=False), flush=True)
+    print(pd.DataFrame(layer_rows(content["rows"])).to_string(index=False), flush=True)
     late = missing_keys(content, options, begun)
     print(f"LEFT for another call: {len(late)} passes" if late else "nothing is left", flush=True)
 

@@ -2,7 +2,7 @@
 
 python -m benchmarks.validation              # every step with its error, then errors by kind, and the goals
 python -m benchmarks.validation --parts      # parts of steps and memory too
-python -m benchmarks.validation --write      # the table that the package carries, and docs/measurements.md's
+python -m benchmarks.validation --write      # the tables that the package carries, and docs/measurements.md's
 python -m benchmarks.validation --fit        # the fitted constants, as the rows that they were fitted on give them
 """
 
@@ -18,14 +18,16 @@ import pandas as pd
 
 from moelab.files import write_whole
 from moelab.machine import git_commit
+from moelab.planning.measured import TWO_BY_TWO, load_measured
 from moelab.planning.time.calibration import fitted
 
 from .gemm_fit import fit_file
 from .table import errors_by_kind, goals, not_predicted, refit, table_file, table_rows, with_errors
+from .two_by_two import finished
 
 ROOT = Path(__file__).parents[2]
 DATA, PAGE = ROOT / "src" / "moelab" / "data", ROOT / "docs" / "measurements.md"
-TABLE, GEMM_FIT = DATA / "validation.json", DATA / "gemm_fit.json"
+TABLE, GEMM_FIT, TWO_BY_TWO_FILE = DATA / "validation.json", DATA / "gemm_fit.json", DATA / "two_by_two.json"
 
 
 def one_row_a_line(content: Any) -> str:
@@ -56,6 +58,7 @@ def main() -> None:
         content = table_file(date=datetime.now(UTC).isoformat(timespec="seconds"), git_commit=git_commit())
         write_whole(TABLE, one_row_a_line(content) + "\n")
         write_whole(GEMM_FIT, one_row_a_line(fit_file()) + "\n")
+        write_whole(TWO_BY_TWO_FILE, one_row_a_line(finished(load_measured(TWO_BY_TWO).rows)) + "\n")
         write_whole(PAGE, with_errors(PAGE.read_text(), table_rows()))
         return
     rows = table_rows()

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 from moelab.data import read_json
 from moelab.errors import BadInput
-from moelab.judge.two_by_two import ArmResult, arm_results
+from moelab.judge.two_by_two import ArmResult
 from moelab.planning.measured import Measurement
+
+from .two_by_two import arm_results
 
 GPU_PROFILES = {"NVIDIA H100 80GB HBM3": "h100_node", "NVIDIA H200": "h200_node"}
 """Hardware profiles of the GPUs that steps are predicted for, by the name that nvidia-smi prints."""

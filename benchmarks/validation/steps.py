@@ -33,7 +33,7 @@ from typing import Any
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides
 from moelab.hardware import cluster_of
-from moelab.judge.two_by_two import CODE, arm_results, checkpointing_words
+from moelab.judge.two_by_two import CODE, checkpointing_words
 from moelab.layout import check
 from moelab.layout.sharding import StageModules
 from moelab.model import SHAPES, ModelShape
@@ -48,6 +48,7 @@ from .node import hardware_of, node_results
 from .published import DENSE
 from .shapes import ALL_SHAPES, arm_of, as_in_november, thin_job
 from .sources import H100_LATER, NOW
+from .two_by_two import arm_results
 
 HERE = Path(__file__).parent
 ROW_CELLS = ("source", "name", "date", "kind", "unit", "inferred", "reference")

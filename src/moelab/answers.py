@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from moelab.experiment import Experiment
     from moelab.experiment_file import Study
-    from moelab.judge.report import Report
+    from moelab.judge.summary import Report
     from moelab.launch.submit import Submission
     from moelab.layout.mesh import Layout
     from moelab.model.hugging_face import HuggingFaceModel
@@ -745,7 +745,7 @@ class Reported(Answer):
     def tps(self) -> dict[str, float]:
         """Measured tokens/s per GPU by arm of a study; empty where CPUs or emulated kernels stand in."""
         measured = {} if self.judged.on_cpu else {one.arm: one.tps for one in self.judged.throughput}
-        emulated = {side.arm for side in self.judged.sides if side.emulated}
+        emulated = {side.name for side in self.judged.sides if side.emulated}
         return {arm: tps for arm, tps in measured.items() if arm not in emulated}
 
     def _text(self) -> str:
@@ -796,7 +796,7 @@ class Reported(Answer):
         """Whether the gains of a two-by-two, whose arms are in the order of a study's, multiply: a sentence."""
         from moelab.judge.throughput import interaction
 
-        arms = [side.arm for side in self.judged.sides]
+        arms = [side.name for side in self.judged.sides]
         own = self.judged.comparable_tps
         if self.judged.on_cpu:
             return "no interaction: a CPU's tokens per second are those of an emulation and of what else it did"

@@ -36,6 +36,7 @@ from moelab.experiment import Experiment, OwnHardware
 from moelab.experiment_file import Study, parse_overrides
 
 if TYPE_CHECKING:
+    from moelab.judge.summary import Report
     from moelab.model.hugging_face import HuggingFaceModel
     from moelab.runs.directory import RunDir
     from moelab.traces.explanation import Explanation
@@ -740,6 +741,7 @@ def report(
         "dropped_seeds": list(drop_seed),
     }
     study = _planned_study(sources[0], runs) if len(sources) == 1 else None
+    judged: Report
     if study is not None:
         usual = next((arm for arm in study.arms if arm == "bf16_standard"), study.arms[0])
         folder = _in_runs(study, runs)

@@ -14,12 +14,11 @@ from notebook_support import ROOT, Ran, parameters_of, ran, sbatch_that_tells
 from moelab.errors import Refused
 from moelab.experiment import EPBackend, Precision
 from moelab.judge.published import THROUGHPUT
-from moelab.judge.two_by_two import arm_results
+from moelab.judge.two_by_two import measured_arms
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import execute, read_parameters
 from moelab.notebooks.study import CLUSTER_FIELDS, bring_forward
-from moelab.planning.measured import TWO_BY_TWO, load_measured
 from moelab.planning.plan import plan
 from moelab.planning.tables import projected_two_by_two
 from moelab.runs import directory
@@ -87,7 +86,7 @@ def test_a_study_that_is_trained_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_deepep_gains_on_one_node_what_the_reader_is_told() -> None:
-    results = arm_results(load_measured(TWO_BY_TWO).rows)
+    results = measured_arms()
     gains = [one.ratio for one in results if one.arm == "bf16_deepep"]
     assert gains
     assert all(ratio is not None and 1.02 < ratio < 1.17 for ratio in gains)

@@ -10,8 +10,8 @@ import pytest
 from notebook_support import Ran
 from validation.node import SCALING, load_predicted
 
-from moelab.judge.two_by_two import CODE, STOCK, arm_results
-from moelab.planning.measured import ALL_TO_ALL_H200, TWO_BY_TWO, load_measured
+from moelab.judge.two_by_two import CODE, STOCK, measured_arms
+from moelab.planning.measured import ALL_TO_ALL_H200, load_measured
 from moelab.planning.project import project
 from moelab.planning.time.calibration import CALIBRATION, with_values
 from moelab.planning.time.exchange import QUOTED
@@ -52,7 +52,7 @@ def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
 
 
 def test_gains_are_those_that_are_named() -> None:
-    results = [one for one in arm_results(load_measured(TWO_BY_TWO).rows) if one.shape != "16B" and one.ratio]
+    results = [one for one in measured_arms() if one.shape != "16B" and one.ratio]
     deepep = {kind: [one.ratio for one in results if (one.arm, one.activation_checkpoint) == ("bf16_deepep", kind)]
               for kind in ("none", "full")}  # fmt: skip
     assert all(0.025 < ratio - 1 < 0.045 for ratio in deepep["none"] if ratio)

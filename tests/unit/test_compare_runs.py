@@ -23,9 +23,8 @@ from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
 from moelab.judge.arms import arm_label
-from moelab.judge.compare_runs import difference_curve
+from moelab.judge.comparison import difference_curve
 from moelab.judge.report import Report, judge_paths
-from moelab.judge.side import speed_ratio
 from moelab.judge.verdict import Answer
 from moelab.model import count_parameters, flops_per_token, shape_of
 from moelab.runs.log import read_log
@@ -102,14 +101,18 @@ def test_the_spread_and_the_end_of_a_side(tmp_path: Path) -> None:
     times = np.cumsum([0, 1, 1, *range(1, 22)])
     columns = {"loss": 8.0, "tps": [9, 9, 9, *range(100, 121)], "_timestamp": times, "grad_norm": norms, "lr": 0.1}
     logs = [export(tmp_path / "slow.csv", **columns), export(tmp_path / "fast.csv", **columns | {"tps": 220.0})]
-    slow, fast = compared(*logs).sides
-    assert slow.tps_percentiles == (101.0, 105.0, 110.0, 115.0, 119.0)
-    assert speed_ratio(fast, slow) == 2.0
-    assert slow.step_time_tail == pytest.approx(20 / 11)
-    percent, seconds = slow.step_time_shares
-    assert {share: seconds[percent.tolist().index(share)] for share in (0, 5, 50, 100)} == {0: 1, 5: 2, 50: 11, 100: 21}
-    assert (slow.final_grad_norm, slow.grad_norm_peak) == (3.0, 5.0)
-    assert slow.training_means["lr"].tolist() == [0.1] * 24
+    report = compared(*logs)
+    assert report.summary["Faster?"].startswith(
+        "fast logged 2 times the tokens/s per GPU of slow (whether model and GPU "
+    )
+    figures = {one.caption.split(":")[0]: one.figure for one in report_figures(report)}
+    box, done = figures["Throughput"].data[0], figures["Step times"].data[0]
+    five = [box.lowerfence, box.q1, box.median, box.q3, box.upperfence]
+    assert [end[0] for end in five] == [101.0, 105.0, 110.0, 115.0, 119.0]
+    seconds = dict(zip(np.round(done.y), done.x, strict=True))
+    assert {share: seconds[share] for share in (0, 5, 50, 100)} == {0: 1, 5: 2, 50: 11, 100: 21}
+    means = report.sides[0].training_means
+    assert (means["grad_norm"].dropna().tolist(), means["lr"].tolist()) == ([*norms[:12], *norms[13:]], [0.1] * 24)
 
 
 def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
@@ -121,7 +124,7 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
     expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
     assert report.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
     assert provenance(report)[f"Model, {BF16}"] == "671B with top_k 4"
-    assert report.summary["On what?"].startswith("671B with top_k 4 on ")
+    assert report.summary["On what?"].startswith("671B with top_k 4 and debug on ")
 
 
 @pytest.mark.parametrize(
@@ -159,9 +162,12 @@ def test_a_difference_is_of_the_steps_that_both_logged(tmp_path: Path) -> None:
     (one,) = report.differences
     window = np.array([shifts[step] for step in (40, 50, 60)])
     mean, sd = window.mean(), window.std(ddof=1)
-    assert (one.steps, one.first_step, one.verdict) == ((10, 20, 30, 40, 50, 60), 31, None)
+    assert (one.steps, one.first_step) == ((10, 20, 30, 40, 50, 60), 31)
     assert (one.nats, one.spread_nats) == pytest.approx((mean, sd))
-    assert "One run against another" in one.sentence()
+    words = "b ends +0.0100 nats from a over steps 31 to 60, 0.0100 from step to step."
+    assert one.sentence() == words
+    assert "b: 60 steps (6 of them logged), 2,000 tokens/s" in report.as_text()
+    assert report.summary["On what?"].endswith("60 to 100 steps, 6 to 100 of them logged, one run each.")
     last = difference_curve(*report.sides, one).iloc[-1]  # one standard deviation over the window to either side
     assert last[["low", "mean", "high"]].tolist() == pytest.approx([mean - sd, mean, mean + sd])
     first, second = report.sides
@@ -181,32 +187,39 @@ def test_a_clock_that_was_set_back_or_is_of_whole_seconds_times_no_step(tmp_path
 # Judged as in a study
 
 
-def test_common_seeds_are_judged_as_in_a_study_and_other_runs_are_named(tmp_path: Path) -> None:
-    """Every arm of two studies below a folder, paired by seed with the first arm of the first, and a log."""
+def test_arms_of_studies_are_judged_together_also_where_a_log_is_beside_them(tmp_path: Path) -> None:
+    """Every arm of two studies below a folder, paired by seed with the first arm of the first."""
     first, second = make_study(tmp_path), make_study(tmp_path, "t", dict.fromkeys(ENDS, 0.5))
     alone = judge_paths([first])
     train(first, "mxfp8", 7, [9.0, 9.0], state=State.FAILED, reason="rank 1: ValueError: x")
     train(second, "bf16", 8, curve(9.0))
     newer = train(second, lr=1e-4).path
     newer.rename(newer.with_name("29990101T000000Z-aaaaaa"))
-    report = compared(tmp_path, EXAMPLE_LOGS[0])
-    *ours, _ = report.sides
-    assert [side.label for side in ours] == [f"{study}: {name}" for study in "st" for name in (BF16, MXFP8)]
-    assert [[run.seed for run in side.runs] for side in ours] == [[*ENDS], [*ENDS], [*ENDS, 8], [*ENDS]]
-    assert [side["tps"]["median"] for side in report.to_json()["sides"][:4]] == [1000, 500, 1000, 500]
-    near, same, far, _ = report.differences
-    assert near.verdict is not None
-    assert near.verdict.interval == alone.verdicts[0].interval
-    assert (near.nats, same.nats) == (pytest.approx(0.0035, abs=1e-6), 0.0)  # a seed that one side has shifts nothing
-    assert (far.verdict, far.verdict.answer) == (report.verdicts[-1], Answer.DIFFERENT)
+    report, beside = compared(first, second), compared(first, second, EXAMPLE_LOGS[0])
+    assert [side.label for side in report.sides] == [f"{study}: {name}" for study in "st" for name in (BF16, MXFP8)]
+    assert [[run.seed for run in side.runs] for side in report.sides] == [[*ENDS], [*ENDS], [*ENDS, 8], [*ENDS]]
+    near, same, far = report.verdicts
+    assert near.interval == alone.verdicts[0].interval
+    assert near.mean_difference_nats == pytest.approx(0.0035, abs=1e-6)
+    assert (same.mean_difference_nats, far.answer) == (
+        0.0,
+        Answer.DIFFERENT,
+    )  # seed 8 of one arm shifts nothing
     failed = "failed: rank 1: ValueError: x, 2 of 20 steps logged"
-    assert near.verdict.excluded == (f"s: {MXFP8}, seed 7: {failed}", f"s: {BF16}, seed 7: not run")
-    assert f"Note: left out: s: {MXFP8}, seed 7: {failed}" in report.as_text()
+    assert near.excluded == (f"s: {MXFP8}, seed 7: {failed}", f"s: {BF16}, seed 7: not run")
     settings = "not the settings of this arm's judged runs: lr 0.0001 instead of 0.003"
-    assert f"Note: left out: t: {BF16}, seed 0: {settings}" in report.as_text()
     assert [row["reason"] for row in report.to_json()["runs"] if not row["used"]] == [failed, settings]
-    assert report.speed_note.startswith("each rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
     assert sum("paired by seed" in one.caption for one in report_figures(report)) == 4  # all verdicts in one, then each
+    assert [one.sentence() for one in beside.verdicts] == [one.sentence() for one in report.verdicts]
+    (log,) = beside.differences
+    assert log.words.startswith("bf16_on_h100 is +1.3959 nats from s: BF16 + standard all-to-all over steps 19 to 20")
+    assert beside.summary["Same loss?"] == (
+        f"{report.summary['Same loss?']} Not decided: {log.words}. "
+        "A single run cannot show what another seed would change."
+    )
+    assert f"Note: left out: s: {MXFP8}, seed 7: {failed}" in beside.as_text()
+    assert f"Note: left out: t: {BF16}, seed 0: {settings}" in beside.as_text()
+    assert beside.speed_note.startswith("each rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
 
 
 def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
@@ -214,9 +227,8 @@ def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path)
         for seed, end in ENDS.items():
             losses = [end - 0.01 * step for step in range(steps)]
             train(tmp_path / f"of{steps}", "bf16", seed, losses, steps=steps, warmup_steps=1)
-    (one,) = compared(tmp_path / "of10", tmp_path / "of20").differences
-    assert one.verdict is not None
-    assert (one.verdict.seeds, one.verdict.steps, one.nats) == ((0, 1, 2, 3), (10, 10), 0.0)
+    (one,) = compared(tmp_path / "of10", tmp_path / "of20").verdicts
+    assert (one.seeds, one.steps, one.mean_difference_nats) == ((0, 1, 2, 3), (10, 10), 0.0)
 
 
 def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path) -> None:
@@ -226,12 +238,18 @@ def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path) -> None:
         losses = [*curve(end)[:5], math.inf]
         train(tmp_path / "t", "bf16", seed, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
     report = compared(sound, tmp_path / "t")
-    far = report.differences[-1]
-    assert [row["answer"] for row in report.to_json()["differences"]] == ["equivalent", "different"]
-    assert [math.isnan(nats) for nats in (far.nats, report.sides[-1].final_nats(0.1))] == [True, True]
+    assert [row["answer"] for row in report.to_json()["verdicts"]] == ["equivalent", "different", "equivalent"]
     words = "4 of 4 seeds diverged in t: BF16 and not in s: BF16 (seeds 0, 1, 2, 3: loss is inf at step 6"
-    assert words in far.sentence()
-    assert not any("its loss is not judged" in note for note in report.notes)
+    assert words in report.verdicts[-1].sentence()
+    assert report.summary["Same loss?"].startswith("No: ")
+
+
+def test_runs_of_ours_without_a_finished_one_stand_side_by_side(tmp_path: Path) -> None:
+    runs = [train(tmp_path / "s", "bf16", 0, [8.0, math.inf], lr=lr, state=State.FAILED) for lr in (1e-3, 2e-3)]
+    report = compared(*(run.path for run in runs))
+    assert (report.verdicts, report.summary["Same loss?"].startswith("Not decided: ")) == ((), True)
+    assert "(2) diverged: loss is inf at step 2" in report.as_text()
+    assert report_figures(report)
 
 
 def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -> None:
@@ -249,7 +267,8 @@ def test_a_chance_difference_among_many_sides_is_not_different(tmp_path: Path) -
     alone = {arm_label(one.arm): one.answer for one in judged.verdicts}
     assert alone["FP8 + standard all-to-all"] is Answer.INSUFFICIENT
     assert "not after Holm's correction for 4 arms" in judged.as_text()
-    assert {one.arm: one.answer for one in compared(study, EXAMPLE_LOGS[0], **options).verdicts} == alone
+    beside = compared(study, EXAMPLE_LOGS[0], **options)
+    assert {arm_label(one.arm): one.answer for one in beside.verdicts} == alone
     (pair,) = compared(study / "bf16_standard", study / "fp8_standard", **options).verdicts
     assert pair.answer is Answer.DIFFERENT
 
@@ -263,8 +282,8 @@ def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) ->
     report = compared(sound, bad)
     loss, difference, *_ = report_figures(report)
     words = "bad diverged: loss is nan at step 31 (segment 0)"
-    assert report.differences[0].sentence() == f"{words}: no verdict."
-    assert report.notes[0] == f"{words}: its loss is not judged"
+    assert report.differences[0].sentence() == f"{words}."
+    assert report.notes[0] == words
     assert all(words in title(one.figure) for one in (loss, difference))
     drawn = next(trace for trace in loss.figure.data if trace.name == "bad")
     assert (drawn.x[-1], drawn.y[-1]) == (30, pytest.approx(7.97))
@@ -277,7 +296,7 @@ def test_a_log_that_ended_before_its_planned_steps(tmp_path: Path) -> None:
     whole = log_of(tmp_path / "whole.log", falling(range(10, 101, 10)), plan_line(105))
     killed = log_of(tmp_path / "killed.log", falling(range(10, 61, 10), 0.1), plan_line(105))
     (one,) = compared(whole, killed).differences
-    assert one.sentence().startswith("killed ended at step 60 of 105: no verdict. killed differs from whole by +0.1000")
+    assert one.sentence() == "killed ended at step 60 of 105; killed is +0.1000 nats from whole at step 60."
     cut = tmp_path / "cut.log.gz"  # and of a compressed one what can be read counts
     cut.write_bytes(EXAMPLE_LOGS[1].read_bytes()[:3000])
     (one,) = compared(EXAMPLE_LOGS[0], cut).differences
@@ -316,15 +335,17 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     losses = falling(range(1, 41))
     slow, fast = (log_of(tmp_path / f"{name}.log", losses, tps=tps) for name, tps in (("slow", 1000), ("fast", 1500)))
     faster, _, what = compared(slow, fast).summary.values()
-    assert faster == "fast logged 1.5 times the tokens/s per GPU of slow."
+    words = "fast logged 1.5 times the tokens/s per GPU of slow (whether model and GPU are the same is not known)"
+    assert faster == f"{words}."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(slow).summary["Faster?"] == "There is nothing to compare with."
     cpu = log_of(tmp_path / "cpu.log", losses, gpu_lines().replace("CUDA capacity: NVIDIA", "CPU capacity:"), tps=9)
-    words = faster.replace(".", ";").replace("1;5", "1.5") + " not measured for cpu: a CPU process stands in for a GPU."
+    words += "; not measured for cpu: a CPU process stands in for a GPU."
     assert compared(slow, fast, cpu).summary["Faster?"] == words
     prepend(slow, gpu_lines("NVIDIA H100"))
     before = slow.read_text()
     prepend(fast, gpu_lines("NVIDIA B200"))
+    assert compared(slow, fast).summary["On what?"].startswith("an unknown model on NVIDIA H100 and NVIDIA B200; ")
     assert compared(slow, fast).no_gain == {"fast": "hardware NVIDIA B200 against NVIDIA H100"}
     log_of(fast, falling(range(10, 41)), before, gpu_lines("NVIDIA B200"), tps=1500)
     assert compared(slow, fast).no_gain == {"fast": "hardware NVIDIA H100, then NVIDIA B200 against NVIDIA H100"}
@@ -338,8 +359,7 @@ def test_logs_of_other_steps_are_not_held_against_each_other(tmp_path: Path) -> 
     assert report_figures(report)
     seldom = log_of(tmp_path / "seldom.log", falling(range(100, 401, 100), 0.5))
     one_less = log_of(tmp_path / "one-less.log", falling(range(1, 400)))
-    words = "seldom differs from one-less by +0.5000 nats"
-    assert compared(one_less, seldom).differences[0].sentence().startswith(words)
+    assert compared(one_less, seldom).differences[0].words == "seldom is +0.5000 nats from one-less at step 300"
     short = log_of(tmp_path / "short.log", falling(range(1, 51), 0.5))
     for log, end in ((first, 1000), (short, 50)):
         log.write_text(log.read_text() + validation_line(end, 7.0))
@@ -357,7 +377,9 @@ def test_logs_of_other_work_have_no_ratio_of_speeds(tmp_path: Path) -> None:
     report = compared(debug, other)
     assert report.no_gain == {"16B": "model 16B against debug"}
     assert "(they also differ in model)" in report.summary["Same loss?"]
-    assert any("not of the same work: no gain is claimed" in title(one.figure) for one in report_figures(report))
+    claim = "no gain of 16B over debugmodel is claimed: model 16B against debug"
+    assert any(claim in title(one.figure) for one in report_figures(report))
+    assert [row[8] for row in report_tables(report)[0].rows] == pytest.approx([1.0, math.nan], nan_ok=True)
     assert compared(other, log_of(tmp_path / "unknown.log", losses)).no_gain == {}
     assert report_figures(compared(log_of(tmp_path / "zero.log", dict.fromkeys(losses, 0.0))))
 
@@ -391,7 +413,7 @@ def test_sides_of_one_name_are_numbered(tmp_path: Path) -> None:
     logs = [log_of(tmp_path / name / "train.log", dict.fromkeys(range(1, 21), 8.0)) for name in ("ada", "eve")]
     report = compared(*logs, logs[0])
     assert [side.label for side in report.sides] == ["train", "train (2)", "train (3)"]
-    assert report.differences[1].sentence().endswith("One may be a copy of the other.")
+    assert report.differences[1].sentence().endswith("the same at every step: one may be a copy of the other.")
     numbered = compared(log_of(tmp_path / "train (2).log", {1: 8.0, 2: 7.0}), *logs)
     assert [side.label for side in numbered.sides] == ["train (2)", "train", "train (3)"]
 

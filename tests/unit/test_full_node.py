@@ -14,9 +14,9 @@ from validation.full_node import ARMS, STOCK, node_job, predictions
 from validation.node import EP_DEGREES, SCALING, Place, hardware_of, load_predicted, node_results
 from validation.shapes import NODE_SHAPES, SHAPES, SMALL, thin_job, tps_of
 from validation.table import full_node_rows
+from validation.two_by_two import arm_results
 
 from moelab.errors import BadInput
-from moelab.judge.two_by_two import arm_results
 from moelab.planning.measured import DRY_RUN, FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time.calibration import CALIBRATION
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from titan_process import in_titan_process, verified
 from validation.memory_megatron import V2, MegatronMemory, MegatronRun, megatron_memory
+from validation.two_by_two import DEPTHS
 
 from moelab.experiment import EPBackend, Experiment
 from moelab.hardware import B200, GROUP_PADDING, H100, Gpu
-from moelab.judge.two_by_two import DEPTHS
 from moelab.layout import Layout, check
 from moelab.layout.schedule import split_layers
 from moelab.layout.sharding import chunk, local_numel

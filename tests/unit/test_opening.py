@@ -309,23 +309,81 @@ def test_an_attempt_that_was_killed_and_made_again_is_held_against_the_reference
     assert judged(study).summary["Same loss?"] == f"Not decided: insufficient data: {words}"
 
 
+def log_only(study: Path, arm: str, keeps: Callable[[int], bool]) -> None:
+    """Let the runs of an arm have logged these steps alone."""
+    for run in find(study):
+        if run.arm.startswith(arm):
+            metrics = run.path / "metrics.jsonl"
+            lines = metrics.read_text().splitlines(keepends=True)
+            metrics.write_text("".join(line for line in lines if keeps(json.loads(line)["step"])))
+
+
 @pytest.mark.parametrize("seldom", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(("by", "words"), [(0.0, "Yes: "), (1.0, r"No: MXFP8 ends \+1\.0000 ")])
 def test_arms_that_log_other_steps_are_judged_on_those_that_both_have(
     tmp_path: Path, seldom: str, by: float, words: str
 ) -> None:
     study = make(tmp_path, arm_ends={seed: end + by + SHIFT[seed] * (not by) for seed, end in ENDS.items()})
-    for run in find(study):
-        if run.arm.startswith(seldom):
-            metrics = run.path / "metrics.jsonl"
-            lines = metrics.read_text().splitlines(keepends=True)
-            metrics.write_text("".join(line for line in lines if json.loads(line)["step"] % 10 == 0))
+    log_only(study, seldom, lambda step: step % 10 == 0)
     report = judged(study)
     assert re.match(words, report.summary["Same loss?"])
     assert ([one.steps for one in report.verdicts], "in the loss of step 100" in report.as_text()) == (
         [(100, 100)],
         True,
     )
+
+
+def test_an_arm_that_logs_seldom_takes_no_step_from_the_others(tmp_path: Path) -> None:
+    study = make(tmp_path)
+    for seed, end in ENDS.items():
+        train(study, "nvfp4", seed, curve(end, seed).tolist(), steps=STEPS)
+    log_only(study, "nvfp4", lambda step: step % 10 == 0)
+    assert {one.arm.split("_")[0]: one.steps for one in judged(study).verdicts} == {
+        "mxfp8": (91, 100),
+        "nvfp4": (100, 100),
+    }
+
+
+def test_arms_of_other_lengths_are_judged_where_the_shorter_ends(tmp_path: Path) -> None:
+    """Not on the last step of each, and never with a plain Yes; without a common step there, unpaired."""
+    for seed, end in ENDS.items():
+        losses = curve(end, seed)
+        train(tmp_path / "s", "bf16", seed, losses.tolist(), steps=STEPS)
+        train(tmp_path / "s", "mxfp8", seed, (losses[:97] + 0.5).tolist(), steps=97)
+    report = judged(tmp_path / "s")
+    assert report.verdicts[0].steps == (88, 97)
+    settings = "The arms also differ in their settings: steps 97 instead of 100."
+    assert re.match(r"No: MXFP8 ends \+0\.5000 nats .*: different\. ", report.summary["Same loss?"])
+    assert report.summary["Same loss?"].endswith(settings)
+    log_only(tmp_path / "s", "bf16", lambda step: step % 10 == 0)
+    log_only(tmp_path / "s", "mxfp8", lambda step: step in (91, 97))
+    report = judged(tmp_path / "s")
+    words = "logged none of their last steps in common; unpaired, the mean of 4 against 4 seeds differs by +0.5"
+    assert report.summary["Same loss?"].startswith(f"Not decided: MXFP8 and BF16 (both standard all-to-all) {words}")
+    (verdict,) = report.verdicts
+    assert (verdict.answer, verdict.excluded) == (Answer.INSUFFICIENT, ())
+    assert verdict.settled_by == "Train both arms for as many steps, and log the same ones."
+
+
+@pytest.mark.parametrize(
+    ("by", "seen"),
+    [
+        (0.3, ": different, so this study sees a change of this size."),
+        (0.001, "so a change of this size is within the"),
+    ],
+)
+def test_a_control_says_what_the_study_would_see_and_does_not_answer_for_the_others(
+    tmp_path: Path, by: float, seen: str
+) -> None:
+    """An arm that trains with another learning rate on purpose, beside the one that the study asks about."""
+    study = make(tmp_path)
+    for seed, end in ENDS.items():
+        losses = curve(end + by + SHIFT[seed], seed).tolist()
+        train(study, "bf16", seed, losses, steps=STEPS, lr=2e-3, arm_fields=["lr"])
+    opening = judged(study).summary["Same loss?"]
+    control = rf"As a control, BF16 \(lr 0\.002\) ends \+{by:.2f}\d+ nats from BF16 \("
+    assert re.match(rf"Yes: {NUMBERS}\d\d\)\. {control}", opening)
+    assert seen in opening
 
 
 def test_the_worst_arm_comes_first(tmp_path: Path) -> None:
@@ -345,4 +403,4 @@ def test_held_out_text_counts_side_by_side_too(tmp_path: Path) -> None:
     opening = report.summary["Same loss?"]
     assert re.match(r"No: MXFP8 ends \+0\.1000 nats from BF16 in held-out loss \(.*\): different, though", opening)
     assert "\nHeld-out text: " in report.as_text()
-    assert [one["answer"] for one in report.to_json()["held_out"]] == ["different"]
+    assert [one["answer"] for one in report.to_json()["verdicts"]] == ["equivalent", "different"]

@@ -39,10 +39,11 @@ from validation.table import (
     steps,
     table_file,
 )
+from validation.two_by_two import arm_results
 
 from moelab.experiment import Precision, Routing
 from moelab.judge.published import THROUGHPUT
-from moelab.judge.two_by_two import CODE, STOCK_CHECKPOINTING, arm_results
+from moelab.judge.two_by_two import CODE, STOCK_CHECKPOINTING
 from moelab.model import shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.planning.tables import (

@@ -17,9 +17,10 @@ from memory_h100_case import thin_shape
 from validation.node import ROUTINGS, SCALING, node_results
 from validation.shapes import ALL_SHAPES, SMALL, arm_of, thin_experiment
 from validation.table import full_node_rows, with_errors
+from validation.two_by_two import DEPTHS, arm_results, checkpointing_pairs, goal_sentences, layer_gains
 
 from moelab.hardware import cluster_of
-from moelab.judge.two_by_two import CODE, DEPTHS, STOCK, arm_results, checkpointing_pairs, goal_lines, layer_gains
+from moelab.judge.two_by_two import CODE, STOCK
 from moelab.layout import check
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate
@@ -106,7 +107,7 @@ def test_deepep_in_bf16() -> None:
     quotes("without checkpointing it was only measured with the thinnest shape,", best)
     for ratio in results(MEASURED.rows, "full+dispatch")["671B MoE-heavy bf16_standard_full+dispatch"]["ratio"]:
         quotes("Keeping what came over the network (`full+dispatch`) is worth", ratio)
-    deepep_goal, best_goal, *_ = goal_lines(arm_results(MEASURED.rows))
+    deepep_goal, best_goal, *_ = goal_sentences(arm_results(MEASURED.rows))
     assert ": missed" in deepep_goal
     assert ": reached" in best_goal
     small = [row for row in MEASURED.rows if row["shape"] == "16B"]

@@ -70,7 +70,7 @@ def test_a_study_without_a_verdict(tmp_path: Path, runs: dict[str, Any], finishe
     for precision, options in runs.items():
         train(tmp_path / "s", precision, **options)
     judged = judge_study(tmp_path / "s")
-    assert [side.arm for side in judged.sides if side.finished] == finished
+    assert [side.name for side in judged.sides if side.finished] == finished
     assert judged.verdicts == judged.gains == judged.held_out == []
     assert words in judged.as_text()
     assert len(runs) == 1 or FAILED["reason"] in page_of(tmp_path / "s")
@@ -147,7 +147,7 @@ def test_a_study_is_the_same_from_anywhere(study: Path, tmp_path: Path, monkeypa
         return judged.study, judged.as_text(), judged.to_json(), {**provenance(judged), "Written": "", "Command": ""}
 
     before = contents(study)
-    assert [side.arm for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
+    assert [side.name for side in judge_study(study / "bf16_standard").sides] == ["bf16_standard"]
     (study.parent / "latest").symlink_to(study)
     for folder, path in ((study, "."), (study / "bf16_standard", ".."), (study.parent, "s"), (study.parent, "latest")):
         monkeypatch.chdir(folder)

@@ -139,7 +139,7 @@ def test_a_field_that_makes_an_arm_is_no_other_setting(tmp_path: Path) -> None:
     for one in planned.experiments:
         make_run(tmp_path, one, curve(ENDS[one.seed]))
     judged = judge_study(tmp_path / "s")
-    assert [side.arm for side in judged.sides] == ["bf16_standard", "bf16_standard_compile-loss"]
+    assert [side.name for side in judged.sides] == ["bf16_standard", "bf16_standard_compile-loss"]
     assert (len(judged.gains), any("differ" in note for note in judged.notes)) == (1, False)
 
 
@@ -225,7 +225,7 @@ def test_what_gain_and_loss_depend_on(
 
 def test_no_gain_is_claimed_between_machines_in_words_numbers_or_figures(study: Path) -> None:
     record_machine(study, "mxfp8_standard/*", gpus=H100)
-    judged, side_by_side = judge_study(study), judge_paths([study, study / "bf16_standard"])
+    judged = judge_study(study)
     words = "machine 2 × NVIDIA H100 against A processor, 2 cores, no GPU"
     claim = f"no gain of MXFP8 over BF16 (both standard all-to-all) is claimed: {words}"
     assert claim in judged.as_text()
@@ -240,11 +240,6 @@ def test_no_gain_is_claimed_between_machines_in_words_numbers_or_figures(study: 
         ("mxfp8_standard", "2 × NVIDIA H100"),
     }
     assert not any(re.search("faster|tokens/s", title(one.figure)) for one in report_figures(judged))
-    speed = next(title(one.figure) for one in report_figures(side_by_side) if one.caption.startswith("Throughput"))
-    assert list(side_by_side.no_gain) == [MXFP8]
-    ratios = [row[8] for row in report_tables(side_by_side)[0].rows]
-    assert ratios == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
-    assert "logged 1,000 and 500 tokens/s, not on like machines: no gain is claimed" in speed
 
 
 def test_a_gain_whose_sign_is_not_known_says_so(tmp_path: Path) -> None:

@@ -138,5 +138,12 @@ def test_arm_labels(arm, label):
 
 
 def test_arms_are_contrasted_by_the_field_that_sets_them_apart():
-    words = ("standard all-to-all (compile loss)", "standard all-to-all", "BF16")
-    assert contrast("bf16_standard_compile-loss", "bf16_standard") == words
+    for arm, other, words in (
+        ("bf16_standard_compile-loss", "bf16_standard", ("BF16 (compile loss)", "BF16", "standard all-to-all")),
+        ("mxfp8_standard_wgrad-bf16", "bf16_standard", ("MXFP8 (wgrad BF16)", "BF16", "standard all-to-all")),
+        ("bf16_deepep_lr-0.1", "bf16_standard_lr-0.1", ("DeepEP (lr 0.1)", "standard all-to-all (lr 0.1)", "BF16")),
+        ("mxfp8_deepep", "bf16_standard", ("MXFP8 + DeepEP", "BF16 + standard all-to-all", "")),
+        ("t: BF16 + DeepEP", "s: BF16 + DeepEP", ("t: BF16", "s: BF16", "DeepEP")),
+        ("one", "other", ("one", "other", "")),
+    ):
+        assert contrast(arm, other) == words

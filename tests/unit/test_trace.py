@@ -155,7 +155,10 @@ def test_traced_steps_are_out_of_the_throughput_and_the_step_times(tmp_path: Pat
     assert one.rows["step"][one.rows["tps"].isna()].tolist() == [7, 8, 9]
     assert one.rows["loss"].notna().all()
     assert [(trace["rank"], trace["step"]) for trace in one.to_json()["traces"]] == [(0, 8), (1, 8)]
-    side, other = Side(label="traced", attempted=(one,)), Side(label="plain", attempted=(collect_run(plain),))
+    side, other = (
+        Side(name="t", label="traced", attempted=(one,)),
+        Side(name="p", label="plain", attempted=(collect_run(plain),)),
+    )
     assert (len(other.tps) - len(side.tps), len(other.step_time_s) - len(side.step_time_s)) == (3, 3)
     assert math.isfinite(side.step_time_s.mean())
     assert collect_and_save(run).rows.equals(collect_run(run).rows)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from validation.shapes import arm_of
+from validation.two_by_two import DEPTHS, arm_results, finished, layer_gains, layer_rows
 
-from moelab.judge.two_by_two import CODE, DEPTHS, FUSED, STOCK, arm_results, layer_gains, layer_table, result_table
+from moelab.data import read_json
+from moelab.judge.two_by_two import CODE, FUSED, STOCK, measured_arms, result_table
+from moelab.planning import TWO_BY_TWO, load_measured
 
 BEST = "fp8_deepep_dispatch-fp8"
 DEEP = "671B, 10 MoE layers"
@@ -49,7 +54,7 @@ def test_two_depths_give_the_gain_of_a_layer() -> None:
     (gain,) = layer_gains(rows)
     assert (gain["stock_ms"], gain["arm_ms"], gain["ratio"]) == pytest.approx((100.0, 80.0, 1.25))
     assert (gain["step_5"], gain["step_10"]) == pytest.approx((0.7 / 0.6, 1.2))
-    assert layer_table(rows).iloc[0, 3:9].tolist() == [100.0, 80.0, 1.25, 1.167, 1.2, 1]
+    assert [*layer_rows(rows)[0].values()][3:9] == [100.0, 80.0, 1.25, 1.167, 1.2, 1]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,7 @@ def test_two_depths_give_the_gain_of_a_layer() -> None:
 )
 def test_depths_that_are_not_alike_or_not_whole_give_none(arm: list[dict[str, Any]]) -> None:
     assert layer_gains(rows_of(STOCK[0], SLOW) + arm) == []
-    assert layer_table(rows_of(STOCK[0], SLOW) + arm).empty
+    assert layer_rows(rows_of(STOCK[0], SLOW) + arm) == []
 
 
 def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it() -> None:
@@ -80,7 +85,7 @@ def test_a_ratio_is_over_the_faster_of_torchtitans_own_settings_and_names_it() -
     (gain,) = layer_gains(rows)
     assert (gain["stock"], gain["passes"]) == (tiles, 1)
     assert (gain["ratio"], gain["step_10"]) == pytest.approx((1.5, 1.375))
-    assert layer_table(rows).iloc[0, -3:].tolist() == [1.375, 1, f"stock with flex tiles, {FUSED}"]
+    assert [*layer_rows(rows)[0].values()][-3:] == [1.375, 1, f"stock with flex tiles, {FUSED}"]
     results = {one.arm: one for one in arm_results(rows) if one.shape == DEEP}
     best = results[arm]
     assert (best.stock, best.ratio, best.code) == (tiles, pytest.approx(1.375), CODE)
@@ -111,3 +116,9 @@ def test_names_are_read_as_the_arms_that_ran() -> None:
     for arm, settings in ARMS.items():
         ran = {name: value for name, value in settings.items() if name != "mxfp8_kernels"}
         assert {**stock, **arm_of(arm)} == {**stock, **ran}, arm
+
+
+def test_the_packages_finished_tables_are_those_of_its_measurement() -> None:
+    made = json.loads(json.dumps(finished(load_measured(TWO_BY_TWO).rows)))
+    assert read_json("two_by_two.json") == made
+    assert [asdict(one) | {"passes": list(one.passes)} for one in measured_arms()] == made["results"]

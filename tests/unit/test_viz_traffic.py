@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from figure_support import assert_says, notes, title, traces
+from validation.two_by_two import arm_results, checkpointing_rows, goal_sentences
 
 from moelab.errors import BadInput
 from moelab.judge import two_by_two
-from moelab.judge.two_by_two import arm_results, goal_lines
 from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, can_use_gpus, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
@@ -244,29 +245,28 @@ def test_ratios_of_the_packages_two_by_two_are_those_of_its_own_summary() -> Non
     ],
 )
 def test_goals_are_judged_and_missing_ones_said(rows: list[dict[str, Any]], first: str, second: str) -> None:
-    of_deepep, of_the_best = goal_lines(arm_results(rows))
+    of_deepep, of_the_best = goal_sentences(arm_results(rows))
     assert first in of_deepep
     assert second in of_the_best
 
 
 def test_tables_have_each_sides_best_and_say_when_stock_was_short_of_memory() -> None:
-    table = two_by_two.checkpointing_table(BOTH)
+    table = pd.DataFrame(checkpointing_rows(BOTH))
     ours = [one for one in arm_results(BOTH) if one.arm != "bf16_standard"]
     assert [(one.ratio, one.best_ratio) for one in ours] == [pytest.approx((1.25, 0.88)), pytest.approx((1.1, 1.1))]
     assert [one.best_ratio for one in arm_results(FULL)] == [None, None]  # another may be faster
     words = ["full checkpointing", "no checkpointing", "best of each side: none and none"]
     assert (table["checkpointing"].tolist(), table["× stock"].tolist()) == (words, [1.25, 1.1, 1.1])
     cut = [row for row in BOTH if row["activation_checkpoint"] == "none" or row["arm"] == "bf16_standard"]
-    assert set(two_by_two.checkpointing_table(cut)["best arm"]) == {"BF16 + DeepEP"}
-    assert two_by_two.checkpointing_table(FULL).empty
-    assert two_by_two.checkpointing_table(BOTH[::2]).empty  # stock alone
+    assert {row["best arm"] for row in checkpointing_rows(cut)} == {"BF16 + DeepEP"}
+    assert checkpointing_rows(FULL) == checkpointing_rows(BOTH[::2]) == []  # of the second, stock alone
     assert two_by_two.result_table(arm_results(passes()[1::2]))["× stock"].isna().all()
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in BOTH]
-    lines, results = goal_lines(arm_results(short)), two_by_two.result_table(arm_results(short))
+    lines, results = goal_sentences(arm_results(short)), two_by_two.result_table(arm_results(short))
     assert results["× stock"].tolist() == [1.0, 1.25, 1.0, 1.1]
     assert lines[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
     assert not any("under the same" in line for line in lines)
-    assert {*results["remark"], *two_by_two.checkpointing_table(short)["remark"]} == {"stock was short of memory"}
+    assert {*results["remark"], *(row["remark"] for row in checkpointing_rows(short))} == {"stock was short of memory"}
     cramped = [row | {"allocator_retries": int(row["activation_checkpoint"] == "full")} for row in BOTH]
     figure = deepep.two_by_two_dots(arm_results(cramped), Measurement(name="", content={"label": "measured"}))
     assert_says(figure, "1.10 times as fast as stock")  # not 1.25 times one that was short of memory

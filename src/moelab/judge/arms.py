@@ -73,14 +73,24 @@ def contrast(arm: str, other: str) -> tuple[str, str, str]:
         ('MXFP8', 'BF16', 'standard all-to-all')
         >>> contrast("mxfp8_deepep", "bf16_standard")
         ('MXFP8 + DeepEP', 'BF16 + standard all-to-all', '')
+        >>> contrast("bf16_standard_lr-0.0003", "bf16_standard")
+        ('BF16 (lr 0.0003)', 'BF16', 'standard all-to-all')
     """
-    first, second = arm_label(arm).split(" + ", 1), arm_label(other).split(" + ", 1)  # precision and the rest
-    if len(first) == len(second) == 2 and first != second:  # of another kind of name there is no second part
-        if first[1] == second[1]:
-            return first[0], second[0], first[1]
-        if first[0] == second[0]:
-            return first[1], second[1], first[0]
-    return arm_label(arm), arm_label(other), ""
+    labels = arm_label(arm), arm_label(other)
+    # The parts of "MXFP8 + DeepEP (wgrad BF16)"; of another kind of name there is the first alone.
+    parts = [tuple(part for half in label.split(" + ", 1) for part in half.split(" (", 1)) for label in labels]
+    (precision, *rest), (other_precision, *other_rest) = parts
+    if labels[0] == labels[1] or not rest or not other_rest:
+        return *labels, ""
+    details, other_details = (f" ({own[1]}" if len(own) > 1 else "" for own in (rest, other_rest))
+    shared_details = details if details == other_details else ""
+    if not shared_details:
+        precision, other_precision = precision + details, other_precision + other_details
+    if rest[0] == other_rest[0]:
+        return precision, other_precision, rest[0] + shared_details
+    if precision == other_precision:
+        return rest[0] + shared_details, other_rest[0] + shared_details, precision
+    return *labels, ""
 
 
 def seeds_words(n: int) -> str:

@@ -25,7 +25,7 @@ in the arm that rises least, diverged, though its loss is finite. A choice."""
 SPIKE_NATS = 1.0
 """A step that is so far above those before it is told of, and is a divergence where it is the last. A choice; spikes of
 half a nat are usual in rapid trainings."""
-_RUN = ["arm", "seed"]  # one of each; a run that is in two sides has two arms
+_RUN = ["arm", "seed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,6 @@ class FinalLosses:
     first_step: int = 0  # both are 0 where the losses are of held-out text
     last_step: int = 0
     final_fraction: float = 0.1  # of the steps
-
-    def means(self) -> tuple[dict[str, float], set[int]]:
-        """Mean of each arm that has a loss, over the seeds that all of these have, and those seeds.
-
-        Where none is common to all, each mean is over the arm's own.
-        """
-        known = {arm: one.losses for arm, one in self.seeds.items() if one.losses}
-        # A seed that one arm lacks would shift the means apart, also against the verdict's sign.
-        common = set.intersection(*map(set, known.values())) if known else set()
-        return {
-            arm: float(np.mean([loss for seed, loss in losses.items() if seed in common or not common]))
-            for arm, losses in known.items()
-        }, common
 
 
 def first_final_step(last_step: int, final_fraction: float) -> int:
@@ -69,9 +56,10 @@ def first_final_step(last_step: int, final_fraction: float) -> int:
 def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLosses:
     """Mean loss of each run over the last part of training, at the steps that all arms logged.
 
-    Left out and named are runs that ended early or lack some of these steps. A run diverged if its loss ends or stays
-    not finite, or far above where it was. A step at which the loss of a run was not finite, and
-    was again afterwards, counts for no run: the text of a step is the same in all.
+    Where arms end at different steps, the end is that of the first to end. Left out and named are runs that ended
+    before others of their arm or lack some of these steps. A run diverged if its loss ends or stays not finite, or far
+    above where it was. A step at which the loss of a run was not finite, and was again afterwards, counts for no run:
+    the text of a step is the same in all.
 
     Raises:
         BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
@@ -81,44 +69,51 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
-    merged["loss"] = merged["loss"].where(np.isfinite(merged["loss"]))
-    last_step = int(merged["step"].max())
+    last_step = int(merged.groupby("arm")["step"].max().min())
     first_step = first_final_step(last_step, final_fraction)
-    window = merged[merged["step"].between(first_step, last_step)]
+    merged = merged[merged["step"] <= last_step]
+    merged = merged.assign(loss=merged["loss"].where(np.isfinite(merged["loss"])))
+    window = merged[merged["step"] >= first_step]
     # An arm that logs every tenth step has no gaps: what counts is the steps that most runs of each arm logged.
     logged = window.groupby(["arm", "step"]).size().unstack(fill_value=0)
-    usual = logged.ge(window.groupby("arm")["seed"].nunique() / 2, axis=0).all()
+    usual = logged.ge(window.groupby("arm")["seed"].nunique() / 2, axis=0).all() & (
+        len(logged) == merged["arm"].nunique()
+    )
     losses_RS = window[window["step"].isin(usual.index[usual])].pivot(index=_RUN, columns="step", values="loss")
-    expected = losses_RS.shape[1]
+    expected, finite = losses_RS.shape[1], losses_RS.notna()
     seen = window[window["step"].isin(losses_RS.columns)].groupby(_RUN).size().to_dict()
-    first_not_finite = window[window["loss"].isna()].groupby(_RUN)["step"].first().to_dict()
-    finite = losses_RS.notna()
+    not_finite = window[window["loss"].isna()].groupby(_RUN)["step"].first().to_dict()
     recovers = (finite.iloc[:, -1:].all(axis=1) & (2 * finite.sum(axis=1) >= expected)).to_dict()
     whole = [key for key in losses_RS.index if recovers[key] and seen[key] == expected]
     averaged_RS = losses_RS.loc[:, finite.loc[whole].all()]
-    means, changes = averaged_RS.mean(axis=1), _fitted_changes(averaged_RS)
+    means, changes, own_means = (
+        averaged_RS.mean(axis=1),
+        _fitted_changes(averaged_RS),
+        window.groupby(_RUN)["loss"].mean(),
+    )
     blow_ups = _blow_ups(merged[merged.set_index(_RUN).index.isin(whole)], first_step)
     seeds: dict[str, ArmSeeds] = {}
-    for arm, of_arm in merged.groupby(_RUN)["step"].max().reset_index().groupby("arm"):
-        losses, diverged, lost = dict[int, float](), dict[int, str](), dict[int, str]()
-        for seed, end in of_arm[["seed", "step"]].itertuples(index=False, name=None):
-            key = arm, seed
-            if key in first_not_finite and not recovers.get(key):
-                diverged[seed] = f"loss is not finite at step {first_not_finite[key]}"
-            elif end < last_step:
-                lost[seed] = f"ended at step {end} of {last_step}"
+    for arm, runs in merged.groupby(_RUN)["step"].max().reset_index().groupby("arm"):
+        losses, unmatched, diverged, lost = dict[int, float](), dict[int, float](), dict[int, str](), dict[int, str]()
+        for seed, end in runs[["seed", "step"]].itertuples(index=False, name=None):
+            key, lacks = (str(arm), int(seed)), expected - seen.get((arm, seed), 0)
+            if key in not_finite and not recovers.get(key):
+                diverged[seed] = f"loss is not finite at step {not_finite[key]}"
+            elif end < runs["step"].max():
+                lost[seed] = f"ended at step {end} of {runs['step'].max()}"
             elif not expected:
-                lost[seed] = "no final step is in the logs of all arms"
-            elif seen.get(key, 0) < expected:
-                lost[seed] = f"{expected - seen.get(key, 0)} of {expected} final steps are not in the log"
+                unmatched[seed] = own_means.get(key, math.nan)
+            elif lacks:
+                lost[seed] = f"{lacks} of {expected} final steps are not in the log"
             elif key in blow_ups:
                 diverged[seed] = blow_ups[key]
             else:
                 losses[seed] = means[key]
         own_changes = {seed: changes[str(arm), seed] for seed in losses if (str(arm), seed) in changes}
-        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost, changes=own_changes)
-    first = int(averaged_RS.columns[0]) if expected else first_step
-    return FinalLosses(seeds=seeds, first_step=first, last_step=last_step, final_fraction=final_fraction)
+        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost, changes=own_changes, unmatched=unmatched)
+    if expected:
+        first_step, last_step = int(averaged_RS.columns[0]), int(averaged_RS.columns[-1])
+    return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step, final_fraction=final_fraction)
 
 
 def recovered_spikes(rows: pd.DataFrame) -> list[int]:

@@ -1,4 +1,4 @@
-"""The sides of a report: the arms of a study, or whatever lies at several paths.
+"""Which runs a report is of: the arms of studies, or whatever lies at several paths; and every run that is not judged.
 
 Runs of ours are grouped by what they are: all fields but the seed and the study's name. One group of each arm is
 judged, and every run that is not is named with the reason. Without a study that says what belongs to it, the
@@ -8,7 +8,7 @@ many seeds, and the report says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -19,8 +19,7 @@ from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
 from moelab.judge.arms import arm_label, seed_names
-from moelab.judge.compare_runs import differing_fields, differing_settings
-from moelab.judge.side import Side
+from moelab.judge.side import Side, differing_fields, differing_settings
 from moelab.judge.verdict import Doubtful
 from moelab.layout import training_of, twins
 from moelab.privacy import shareable
@@ -32,7 +31,10 @@ from moelab.runs.settings import run_settings, settings_of, settings_of_all
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
 AS_MANY_SEEDS = "as many seeds as the newer runs, which are judged: give each set a study of its own"
 LABEL_CHARACTERS = 60
-VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (CSV, JSON, Parquet)"
+VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (CSV, Parquet)"
+
+Groups = Mapping[str, Mapping[Experiment, Sequence[Collected]]]
+"""Runs by arm and by what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +48,19 @@ class NotJudged:
     collected: Collected | None = None  # what it left; None if its record cannot be read
 
     @classmethod
-    def of(cls, run: Collected) -> NotJudged:
-        """A run that did not finish."""
-        return cls(run=run.run, arm=run.arm, seed=run.seed, reason=end_of(run), collected=run)
+    def of(cls, run: Collected, reason: str = "") -> NotJudged:
+        """A run with the reason, which is how it ended if none is given."""
+        return cls(run=run.run, arm=run.arm, seed=run.seed, reason=reason or end_of(run), collected=run)
 
     @property
     def study(self) -> str:
         """Folder of the study that it lies in."""
         return self.run.split("/")[0]
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another attempt is judged in its place."""
+        return self.reason.startswith(ANOTHER_ATTEMPT)
 
     def to_json(self) -> dict[str, Any]:
         """What :func:`run_json` says of a run that is judged."""
@@ -79,7 +86,6 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
     """
     # Resolved, so that a study reached through a link is called by its own name.
     folders = [directory.discover(path.resolve()) if path.is_dir() else None for path in paths]
-    # With one study its name would stand before every label for nothing.
     several = len({study for one in folders if one for study in studies_in(one)}) > 1
     sides: list[Side] = []
     not_judged: list[NotJudged] = []
@@ -94,10 +100,10 @@ def sides_of(paths: Sequence[Path], *, reference: str) -> tuple[list[Side], list
             own, others = sides_of_study(ours, study, reference=reference)
             not_judged += others
             for side in own:
-                settings = [run_settings(places[run.run], run.environment) for run in side.runs]
-                label = _short(f"{study}: {side.label}" if several else side.label)
-                sides.append(replace(side, label=label, settings=settings_of_all(settings)))
-    return list(_with_own_label(sides)), not_judged, list(dict.fromkeys(notes))
+                settings = settings_of_all([run_settings(places[run.run], run.environment) for run in side.runs])
+                label = _short(f"{study}: {side.label}") if several else side.label
+                sides.append(replace(side, name=label if several else side.name, label=label, settings=settings))
+    return list(_with_own_names(sides)), not_judged, list(dict.fromkeys(notes))
 
 
 def sides_of_study(
@@ -113,42 +119,40 @@ def sides_of_study(
             its seeds share with the reference.
     """
     collected = collect_runs(run for run in folder.runs if _study_of(run) == name)
-    runs, not_judged = runs_to_judge(collected, reference=reference, study=planned)
+    runs, not_judged = _runs_to_judge(collected, reference=reference, study=planned)
     not_judged += [_not_judged_by_record(one) for one in folder.left_out if _study_of(one.run) == name]
     places, reasons = {run.name: run for run in folder.runs}, {(one.arm, one.seed): one.reason for one in not_judged}
-    judged = {(run.arm, run.seed): run for run in runs}
     arms = sorted({run.arm for run in runs}, key=lambda arm: (arm != reference, arm))
     damaged = [(one.arm, one.seed) for one in not_judged if one.collected is None]  # its folders name its seed
-    any_seed = {seed for arm, seed in [*judged, *damaged] if arm in arms and seed is not None}
+    any_seed = {seed for arm, seed in [*((run.arm, run.seed) for run in runs), *damaged] if arm in arms}
     sides = []
     for arm in arms:
-        attempted = tuple(run for run in runs if run.arm == arm)
+        attempted = {run.seed: run for run in runs if run.arm == arm}
         # Without a plan, a seed that any arm has is one that all should have.
         seeds = any_seed if planned is None else {one.seed for one in planned.experiments if one.arm == arm}
         diverged: dict[int, str] = {}
         lost: dict[int, str] = {}
-        for seed in sorted(seeds):
-            run = judged.get((arm, seed))
+        for seed in sorted(seed for seed in seeds if seed is not None):
+            run = attempted.get(seed)
             if run is None:
                 lost[seed] = reasons.get((arm, seed), "not run")
             elif run.diverged and not run.finished:
                 diverged[seed] = run.diverged
             elif not run.finished:
                 lost[seed] = end_of(run)
+        # One run stands for the arm: its seeds share all settings, and reading thousands of logs takes minutes.
+        *_, last = attempted.values()
         sides.append(
             Side(
+                name=arm,
                 label=arm_label(arm),
-                arm=arm,
-                attempted=attempted,
-                # One run stands for the arm: its seeds share all settings, and reading thousands of logs takes minutes.
-                settings=run_settings(places[attempted[-1].run], attempted[-1].environment),
-                experiment=attempted[-1].experiment,
+                attempted=tuple(attempted.values()),
+                settings=run_settings(places[last.run], last.environment),
+                experiment=last.experiment,
                 diverged_seeds=diverged,
                 lost_seeds=lost,
                 replaced=tuple(
-                    one.collected
-                    for one in not_judged
-                    if one.arm == arm and one.collected is not None and one.reason.startswith(ANOTHER_ATTEMPT)
+                    one.collected for one in not_judged if one.arm == arm and one.collected and one.is_replaced
                 ),
             )
         )
@@ -158,64 +162,6 @@ def sides_of_study(
 def studies_in(folder: Discovery) -> list[str]:
     """Names of the studies that the runs at a path are of."""
     return sorted({_study_of(run) for run in folder.all_runs})
-
-
-def runs_to_judge(
-    collected: Iterable[Collected], *, reference: str, study: Study | None = None
-) -> tuple[list[Collected], list[NotJudged]]:
-    """Of each arm and seed the run that is judged, and every other run with the reason; as :func:`sides_of_study`."""
-    groups: dict[str, dict[Experiment, list[Collected]]] = {}
-    for run in collected:
-        assert run.experiment is not None, f"{run.run} is no run of ours"
-        settings = run.experiment.model_copy(update={"name": "study", "seed": 0})  # equal for runs of one group
-        groups.setdefault(run.arm, {}).setdefault(settings, []).append(run)
-    if study is None:
-        chosen = _shared(groups, reference)
-    else:
-        chosen = {
-            arm: [
-                one
-                for one in own
-                if any(plan.arm == arm and training_of(one) == training_of(plan) for plan in study.experiments)
-            ]
-            for arm, own in groups.items()
-        }
-    judged = newest(run for arm, kept in chosen.items() for group in kept for run in groups[arm][group])
-    if study is not None:
-        planned = {(plan.arm, plan.seed) for plan in study.experiments}
-        judged = [run for run in judged if (run.arm, run.seed) in planned]
-    # The reference first: of two arms that are one training the later is left out.
-    arms = {run.arm: run.experiment for run in sorted(judged, key=lambda run: run.arm != reference) if run.experiment}
-    same_training = twins(arms.values())
-    judged = [run for run in judged if run.arm not in same_training]
-    by_seed = {(run.arm, run.seed): run for run in judged}
-    not_judged = []
-    # From what is there, not from what was chosen: so no run can be missing from both lists.
-    for arm, own in groups.items():
-        for group, runs in own.items():
-            for run in runs:
-                same = by_seed.get((arm, run.seed))
-                if same is run:
-                    continue
-                if not chosen.get(arm):
-                    reason = "its arm is not in the study"
-                elif arm in same_training and group in chosen[arm]:
-                    reason = same_training[arm]
-                elif group not in chosen[arm]:
-                    # An arm may have several groups of a plan: the fewest differences say best what kept this run out.
-                    nearest = min((differing_fields(group, other) for other in chosen[arm]), key=len)
-                    reason = "not the settings of this arm's judged runs: " + ", ".join(nearest.values())
-                    # A tie went to the newer runs, which a person may not have meant.
-                    rivals = [_ended_seeds(own[other]) for other in chosen[arm]]
-                    if study is None and any(len(_ended_seeds(runs)) == len(rival) for rival in rivals):
-                        reason += f" ({AS_MANY_SEEDS})"
-                elif same is None:
-                    reason = f"seed {run.seed} of this arm is not in the study"
-                else:
-                    own_end = f"; this one diverged: {run.diverged}" if run.diverged else ""
-                    reason = f"{ANOTHER_ATTEMPT} ({same.run.rsplit('/', 1)[-1]}){own_end}"
-                not_judged.append(NotJudged(run=run.run, arm=arm, seed=run.seed, reason=reason, collected=run))
-    return judged, not_judged
 
 
 def end_of(run: Collected) -> str:
@@ -243,21 +189,109 @@ def run_json(run: Collected, reason: str | None = None) -> dict[str, Any]:
     }
 
 
-def left_out_words(not_judged: Sequence[NotJudged]) -> list[str]:
+def left_out_words(not_judged: Iterable[NotJudged]) -> list[str]:
     """Which runs are left out and why, those of one arm and reason together.
 
     An attempt that another one replaced stands in the table of runs alone, unless it diverged.
     """
     seeds: dict[tuple[str, str], list[int]] = {}
     for one in not_judged:
-        if one.reason.startswith(ANOTHER_ATTEMPT) and not (one.collected and one.collected.diverged):
+        if one.is_replaced and not (one.collected and one.collected.diverged):
             continue
-        known = one.arm and one.seed is not None
-        own = seeds.setdefault((arm_label(one.arm) if known else one.run, one.reason), [])
-        own += [one.seed] if known and one.seed is not None else []
+        if one.arm and one.seed is not None:
+            seeds.setdefault((arm_label(one.arm), one.reason), []).append(one.seed)
+        else:
+            seeds[one.run, one.reason] = []
     return [
         f"{name}, {seed_names(own)}: {reason}" if own else f"{name}: {reason}" for (name, reason), own in seeds.items()
     ]
+
+
+def _runs_to_judge(
+    collected: Iterable[Collected], *, reference: str, study: Study | None
+) -> tuple[list[Collected], list[NotJudged]]:
+    """Of each arm and seed the run that is judged, and every other run with the reason."""
+    groups: dict[str, dict[Experiment, list[Collected]]] = {}
+    for run in collected:
+        assert run.experiment is not None, f"{run.run} is no run of ours"
+        settings = run.experiment.model_copy(update={"name": "study", "seed": 0})  # equal for runs of one group
+        groups.setdefault(run.arm, {}).setdefault(settings, []).append(run)
+    chosen = _shared(groups, reference) if study is None else _planned(groups, study)
+    judged = newest(run for arm, kept in chosen.items() for group in kept for run in groups[arm][group])
+    if study is not None:
+        planned = {(plan.arm, plan.seed) for plan in study.experiments}
+        judged = [run for run in judged if (run.arm, run.seed) in planned]
+    # The reference first: of two arms that are one training the later is left out.
+    arms = {run.arm: run.experiment for run in sorted(judged, key=lambda run: run.arm != reference) if run.experiment}
+    same_training = twins(arms.values())
+    judged = [run for run in judged if run.arm not in same_training]
+    by_seed = {(run.arm, run.seed): run for run in judged}
+
+    def reason(run: Collected, group: Experiment) -> str:
+        arm, mine = run.arm, chosen.get(run.arm, [])
+        if not mine:
+            return "its arm is not in the study"
+        if arm in same_training and group in mine:
+            return same_training[arm]
+        if group not in mine:
+            # An arm may have several groups of a plan: the fewest differences say best what kept this run out.
+            nearest = min((differing_fields(group, other) for other in mine), key=len)
+            words = "not the settings of this arm's judged runs: " + ", ".join(nearest.values())
+            # A tie went to the newer runs, which a person may not have meant.
+            as_many = any(_ended(groups[arm][group]) == _ended(groups[arm][other]) for other in mine)
+            return f"{words} ({AS_MANY_SEEDS})" if study is None and as_many else words
+        if (arm, run.seed) not in by_seed:
+            return f"seed {run.seed} of this arm is not in the study"
+        own_end = f"; this one diverged: {run.diverged}" if run.diverged else ""
+        return f"{ANOTHER_ATTEMPT} ({by_seed[arm, run.seed].run.rsplit('/', 1)[-1]}){own_end}"
+
+    # From what is there, not from what was chosen: so no run can be missing from both lists.
+    others = [
+        NotJudged.of(run, reason(run, group))
+        for own in groups.values()
+        for group, runs in own.items()
+        for run in runs
+        if by_seed.get((run.arm, run.seed)) is not run
+    ]
+    return judged, others
+
+
+def _planned(groups: Groups, study: Study) -> dict[str, list[Experiment]]:
+    """The groups of each arm that are a training of the study's."""
+    return {
+        arm: [
+            one
+            for one in own
+            if any(plan.arm == arm and training_of(one) == training_of(plan) for plan in study.experiments)
+        ]
+        for arm, own in groups.items()
+    }
+
+
+def _shared(groups: Groups, reference: str) -> dict[str, list[Experiment]]:
+    """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
+
+    def size(arm: str, group: Experiment) -> tuple[int, int, str]:  # the newest decides where all else is equal
+        runs = groups[arm][group]
+        return _ended(runs), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
+
+    def best(arm: str, of: Experiment | None) -> Experiment:
+        # An arm of which no group agrees is judged all the same: the verdict says in which settings it differs.
+        agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
+        return max(agreeing or groups[arm], key=lambda group: size(arm, group))
+
+    def support(of: Experiment) -> tuple[int, tuple[int, int, str]]:
+        nearest = {arm: best(arm, of) for arm in groups.keys() - {reference}}
+        seeds = [size(arm, group)[0] for arm, group in nearest.items() if not differing_settings(group, of)]
+        return size(reference, of)[0] + sum(seeds), size(reference, of)
+
+    of = max(groups[reference], key=support) if reference in groups else None
+    return {arm: [of] if of is not None and arm == reference else [best(arm, of)] for arm in groups}
+
+
+def _ended(runs: Iterable[Collected]) -> int:
+    """How many seeds have a result, a divergence being one."""
+    return len({run.seed for run in runs if run.finished or run.diverged})
 
 
 def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
@@ -273,7 +307,8 @@ def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
         raise BadInput(f"{path} cannot be compared: {reason}; give {VALID}") from error
     settings = settings_of(path, len(collected))
     for run in collected:
-        yield Side(label=_short(run.run or path.name), attempted=(run,), settings=settings)
+        label = _short(run.run or path.name)
+        yield Side(name=label, label=label, attempted=(run,), settings=settings)
 
 
 def _not_judged_by_record(one: directory.LeftOut) -> NotJudged:
@@ -298,39 +333,12 @@ def _short(label: str) -> str:
     return label if len(label) <= LABEL_CHARACTERS else f"{label[: LABEL_CHARACTERS - 1]}…"
 
 
-def _with_own_label(sides: Sequence[Side]) -> Iterator[Side]:
-    """Number sides of one name: two logs may both be called ``train.log``, in folders that are nobody's business."""
+def _with_own_names(sides: Sequence[Side]) -> Iterator[Side]:
+    """Number sides of one label: two logs may both be called ``train.log``, in folders that are nobody's business."""
     used: set[str] = set()
     for side in sides:
-        names = chain([side.label], (f"{side.label} ({number})" for number in count(2)))
-        label = next(name for name in names if name not in used)
-        used.add(label)
-        yield replace(side, label=label)
-
-
-def _shared(groups: dict[str, dict[Experiment, list[Collected]]], reference: str) -> dict[str, list[Experiment]]:
-    """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
-
-    def size(arm: str, group: Experiment) -> tuple[int, int, str]:  # the newest decides where all else is equal
-        runs = groups[arm][group]
-        return len(_ended_seeds(runs)), len({run.seed for run in runs}), max(run.run.rsplit("/", 1)[-1] for run in runs)
-
-    def best(arm: str, of: Experiment | None) -> Experiment:
-        # An arm of which no group agrees is judged all the same: the verdict says in which settings it differs.
-        agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
-        return max(agreeing or groups[arm], key=lambda group: size(arm, group))
-
-    def support(of: Experiment) -> tuple[int, tuple[int, int, str]]:
-        own, seeds = size(reference, of), 0
-        for arm in groups.keys() - {reference}:
-            group = best(arm, of)
-            seeds += 0 if differing_settings(group, of) else size(arm, group)[0]
-        return own[0] + seeds, own
-
-    of = max(groups[reference], key=support) if reference in groups else None
-    return {arm: [of] if of is not None and arm == reference else [best(arm, of)] for arm in groups}
-
-
-def _ended_seeds(runs: Iterable[Collected]) -> set[int | None]:
-    """Seeds with a result, a divergence being one."""
-    return {run.seed for run in runs if run.finished or run.diverged}
+        labels = chain([side.label], (f"{side.label} ({number})" for number in count(2)))
+        label = next(label for label in labels if label not in used)
+        name = side.name if label == side.label and side.name not in used else label
+        used |= {name, label}
+        yield replace(side, name=name, label=label)

@@ -17,7 +17,7 @@ the kind is left out by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -86,6 +86,7 @@ class ArmSeeds:
     diverged: Mapping[int, str]
     lost: Mapping[int, str]
     changes: Mapping[int, float]  # of a loss within the steps that it is a mean of, by a straight line
+    unmatched: Mapping[int, float]  # mean losses of last steps of which the other arm logged none
     attempts: tuple[OtherAttempt, ...] = ()  # that are not judged, also those of the reference
 
     @classmethod
@@ -96,6 +97,7 @@ class ArmSeeds:
         lost: Mapping[int, str] = MappingProxyType({}),
         *,
         changes: Mapping[int, float] = MappingProxyType({}),
+        unmatched: Mapping[int, float] = MappingProxyType({}),
         attempts: tuple[OtherAttempt, ...] = (),
     ) -> ArmSeeds:
         """Each seed once: a finite loss counts, whatever became of another attempt, and then a divergence."""
@@ -104,12 +106,13 @@ class ArmSeeds:
         failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
         failed |= {int(seed): reason for seed, reason in diverged.items() if seed not in finite}
         gone = {int(seed): reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
-        return cls(losses=finite, diverged=failed, lost=gone, changes=changes, attempts=attempts)
+        apart = {int(seed): float(loss) for seed, loss in unmatched.items()}
+        return cls(losses=finite, diverged=failed, lost=gone, changes=changes, unmatched=apart, attempts=attempts)
 
     @property
     def known(self) -> set[int]:
         """Seeds that the arm has or should have."""
-        return {*self.losses, *self.diverged, *self.lost}
+        return {*self.losses, *self.diverged, *self.lost, *self.unmatched}
 
     @property
     def doubtful(self) -> list[int]:
@@ -154,6 +157,7 @@ class Verdict:
     cautions: tuple[str, ...] = ()  # sentences that qualify the answer, and that no short form of it leaves out
     findings: tuple[str, ...] = ()  # sentences that qualify it too
     excluded: tuple[str, ...]  # each run left out, and why
+    unpaired_words: str = ""  # why there is no pair, and how far the means of all seeds are apart
     settled_by: str = ""  # what would turn insufficient data into an answer
     seeds_needed: tuple[int | None, int | None] | None = None
     steps: tuple[int, int] | None  # the first and the last behind the losses; None for a held-out loss
@@ -162,22 +166,6 @@ class Verdict:
     def n_seeds(self) -> int:
         """Number of seeds that both arms have."""
         return len(self.seeds)
-
-    @property
-    def unpaired_nats(self) -> float:
-        """Difference of the means over all seeds of each arm; NaN if one of the two has none."""
-        both = [[*losses.values()] for losses in (self.arm_losses, self.reference_losses)]
-        return float(np.mean(both[0]) - np.mean(both[1])) if all(both) else NAN
-
-    @property
-    def unpaired_words(self) -> str:
-        """That no seed is common to both, and how far their means are apart."""
-        arm, reference, shared = contrast(self.arm, self.reference)
-        words = f"{arm} and {reference}{f' (both {shared})' if shared else ''} have no finished seed in common"
-        if not math.isfinite(self.unpaired_nats):
-            return words
-        counts = f"{len(self.arm_losses)} against {seeds_words(len(self.reference_losses))}"
-        return f"{words}; unpaired, the mean of {counts} differs by {self.unpaired_nats:+.4f} nats in {self.quantity}"
 
     @property
     def excludes_zero(self) -> bool:
@@ -284,37 +272,17 @@ def judge(
     # Also of seeds without a partner: they are as much of the reference as the others.
     margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
-    differences = [kept[seed] - base[seed] for seed in seeds]
-    answer, sd, low, high = Answer.INSUFFICIENT, NAN, NAN, NAN
-    tost_p, beyond_p, t_p = NAN, NAN, NAN
-    if len(differences) > 1:  # two give an interval, and MIN_SEEDS an answer
-        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
-        bound = margin.nats if margin.exists else margin.cap_nats
-        tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
-        sd, low, high = float(tests.sd[0]), float(tests.low[0]), float(tests.high[0])
-        tost_p = float(tests.tost_p[0]) if margin.exists else NAN
-        beyond_p, t_p = float(tests.beyond_p[0]), float(tests.t_p[0])
-        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
-            answer = Answer.EQUIVALENT
-        elif len(differences) >= MIN_SEEDS and tests.different[0]:
-            answer = Answer.DIFFERENT
     both = ((arm, ours), (reference, theirs))
     verdict = Verdict(
         arm=arm,
         reference=reference,
-        answer=answer,
         quantity=quantity,
         seeds=seeds,
-        mean_difference_nats=float(np.mean(differences)) if differences else NAN,
-        sd_difference=sd,
-        interval=Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
+        **_tested([kept[seed] - base[seed] for seed in seeds], margin),
         margin_nats=margin.nats,
         margin_cap_nats=margin.cap_nats,
         margin_source=margin.source,
         reference_sd=margin.reference_sd,
-        tost_p=tost_p,
-        beyond_p=beyond_p,
-        t_p=t_p,
         arm_losses=kept,
         reference_losses=base,
         arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
@@ -324,28 +292,83 @@ def judge(
         excluded=tuple(
             f"{name}, {words}" for name, one in both for words in _reasons(one.known, {**one.diverged, **one.lost})
         ),
+        unpaired_words="" if seeds else _unpaired(arm, reference, quantity, (kept, base), (ours, theirs)),
         steps=steps,
     )
     doubts = [*_doubts(verdict, ours, theirs, margin)]
-    against = [words for contradicts, words in doubts if contradicts and answer is Answer.EQUIVALENT]
+    against = [words for contradicts, words in doubts if contradicts and verdict.answer is Answer.EQUIVALENT]
     # What comes first decides, and the rest is told beside it; the interval comes last.
     before = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats)]
-    first = [*before, *((Answer.INSUFFICIENT, words) for words in against), (answer, "")][0]
+    first = [*before, *((Answer.INSUFFICIENT, words) for words in against), (verdict.answer, "")][0]
     findings = [_capitalised(words) for _, words in before[1:]]
-    if answer is Answer.DIFFERENT and margin.exists and abs(verdict.mean_difference_nats) < margin.widest_nats:
+    if verdict.answer is Answer.DIFFERENT and abs(verdict.mean_difference_nats) < margin.widest_nats:
         findings.append(
             f"The margin is narrow for want of seeds: {seeds_words(len(base))} of the reference leave room for one of "
             f"up to ±{margin.widest_nats:.4f}, which would hold this difference."
         )
-    findings += _to_be_known(verdict, ours, theirs, margin, lr_warmup_steps)
     verdict = replace(
         verdict,
         answer=first[0],
         decided_by=first[1],
         cautions=tuple(_capitalised(words) for _, words in doubts if words != first[1]),
-        findings=tuple(findings),
+        findings=(*findings, *_to_be_known(verdict, ours, theirs, margin, lr_warmup_steps)),
     )
-    return _settled_by(verdict, margin) if first == (Answer.INSUFFICIENT, "") else verdict
+    if first != (Answer.INSUFFICIENT, ""):
+        return verdict
+    if ours.unmatched or theirs.unmatched:
+        return replace(verdict, settled_by="Train both arms for as many steps, and log the same ones.")
+    return _settled_by(verdict, margin)
+
+
+def _tested(differences: Sequence[float], margin: Margin) -> dict[str, Any]:
+    """What the interval alone says of paired differences, and the numbers behind it."""
+    numbers = dict.fromkeys(("sd_difference", "tost_p", "beyond_p", "t_p"), NAN)
+    answer, low, high = Answer.INSUFFICIENT, NAN, NAN
+    if len(differences) > 1:  # two give an interval, and MIN_SEEDS an answer
+        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
+        bound = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
+        low, high = float(tests.low[0]), float(tests.high[0])
+        numbers = {
+            "sd_difference": float(tests.sd[0]),
+            "tost_p": float(tests.tost_p[0]) if margin.exists else NAN,
+            "beyond_p": float(tests.beyond_p[0]),
+            "t_p": float(tests.t_p[0]),
+        }
+        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
+            answer = Answer.EQUIVALENT
+        elif len(differences) >= MIN_SEEDS and tests.different[0]:
+            answer = Answer.DIFFERENT
+    return {
+        "answer": answer,
+        "mean_difference_nats": float(np.mean(differences)) if differences else NAN,
+        "interval": Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
+        **numbers,
+    }
+
+
+def _unpaired(
+    arm: str,
+    reference: str,
+    quantity: str,
+    losses: tuple[Mapping[int, float], Mapping[int, float]],
+    seeds: tuple[ArmSeeds, ArmSeeds],
+) -> str:
+    """Why two arms have no pair, and how far the means of all their seeds are apart."""
+    arm_words, reference_words, shared = contrast(arm, reference)
+    words = f"{arm_words} and {reference_words}{f' (both {shared})' if shared else ''}"
+    ours, theirs = losses
+    unmatched = [one.unmatched for one in seeds]
+    if all(unmatched):
+        ours, theirs = unmatched
+        words += " logged none of their last steps in common"
+    else:
+        words += " have no finished seed in common"
+    if not ours or not theirs:
+        return words
+    nats = float(np.mean([*ours.values()]) - np.mean([*theirs.values()]))
+    counts = f"{len(ours)} against {seeds_words(len(theirs))}"
+    return f"{words}; unpaired, the mean of {counts} differs by {nats:+.4f} nats in {quantity}"
 
 
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:

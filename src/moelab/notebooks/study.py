@@ -10,7 +10,7 @@ import pandas as pd
 
 from moelab.errors import BadInput, Refused
 from moelab.experiment_file import Study
-from moelab.judge.report import NothingToJudge, Report, judge_study
+from moelab.judge.report import NothingToJudge, StudyReport, judge_study
 from moelab.launch.cluster import ClusterProfile
 from moelab.planning.project import foresee, project
 from moelab.planning.trust import Estimate
@@ -81,7 +81,7 @@ def bring_forward(
         say("nothing submitted: submit is False")
 
 
-def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> Report | None:
+def judged_so_far(folder: Path, study: Study, *, reference: str, say: Say, **rules: Any) -> StudyReport | None:
     """What the finished runs of a study say; None while there are none and one may still finish.
 
     Exactly the study's experiments are judged, by further rules of :func:`~moelab.judge.report.judge_study`; ``say``

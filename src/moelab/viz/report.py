@@ -33,10 +33,11 @@ import moelab
 from moelab.errors import BadInput
 from moelab.files import write_whole
 from moelab.judge.arms import arm_label, contrast
-from moelab.judge.compare_runs import differing_values, shared_values
+from moelab.judge.comparison import Comparison
 from moelab.judge.published import Label
-from moelab.judge.report import Report, span_of
-from moelab.judge.side import median, quartiles, speed_ratio
+from moelab.judge.report import StudyReport
+from moelab.judge.side import differing_values, median, quartiles, shared_values
+from moelab.judge.summary import Report, span_of
 from moelab.judge.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.collect import WARMUP_STEPS
@@ -244,7 +245,7 @@ def report_figures(judged: Report) -> list[Figure]:
 
 def report_tables(judged: Report) -> list[Table]:
     """The tables of a report."""
-    return list(_side_tables(judged) if judged.study is None else _study_tables(judged))
+    return list(_study_tables(judged) if isinstance(judged, StudyReport) else _side_tables(judged))
 
 
 def settings_table(judged: Report) -> Table | None:
@@ -279,7 +280,7 @@ def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
     # Of `.` too, which has no name of its own; a link keeps the name that was typed.
     paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
     same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
-    side_by_side = judged.study is None
+    side_by_side = isinstance(judged, Comparison)
     return {
         "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
         "Command": shlex.join(["moelab", "report", *paths]),
@@ -326,17 +327,10 @@ def verdicts_figure(judged: Report) -> go.Figure:
         BadInput: there is no verdict.
     """
     if not judged.verdicts:
-        raise BadInput("this study has no verdict: it takes a finished run of the reference and of another arm")
+        raise BadInput("there is no verdict: it takes a finished run of the reference and of another arm")
     rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
-    # One arm needs no count: its numbers are the finding.
     counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
     finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
-    if len(rows) == 1:
-        (verdict,) = judged.verdicts
-        arm, reference, _ = contrast(verdict.arm, verdict.reference)
-        finding = f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}: {verdict.answer}"
-        if not verdict.seeds:
-            finding = f"{arm} and {reference} have no finished seed in common: {verdict.answer}"
     # An arm that diverged with every seed has no common one, and "n = 0 seeds" would read as no run.
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
@@ -350,24 +344,20 @@ def loss_figure(judged: Report) -> go.Figure:
     Raises:
         BadInput: no run logged a loss.
     """
-    note, final_fraction = judged.loss_note, judged.final_fraction
-    if judged.study is not None:
-        marks = [mark for run in judged.finished for mark in run.grad_norm_marks]
+    shown: dict[str, Any] = {"final_fraction": judged.final_fraction, "note": judged.loss_note}
+    shown["marks"] = [mark for side in judged.sides for run in side.runs for mark in run.grad_norm_marks]
+    if isinstance(judged, StudyReport):
         # With every seed dropped the curves of all are better than an empty figure.
         table = judged.kept if len(judged.kept) else judged.table
-        return loss_curves(table, final_fraction=final_fraction, note=note, marks=marks)
+        styles = compare.side_styles([side for side in judged.sides if side.finished]) if judged.study is None else None
+        return loss_curves(table, styles=styles, **shown)
     sides = [side for side in judged.sides if side.table["loss"].notna().any()]
     if not sides:
         raise BadInput("none of these runs logged a loss")
     styles = compare.side_styles(judged.sides)  # of all, so that a run looks alike in every figure
-    return loss_curves(
-        pd.concat([side.table for side in sides]),
-        finding=compare.loss_finding(sides, [one for one in judged.differences if one.steps]),
-        final_fraction=final_fraction,
-        styles={side.label: styles[side.label] for side in sides},
-        note=note,
-        marks=[mark for side in sides for run in side.runs for mark in run.grad_norm_marks],
-    )
+    table = pd.concat([side.table for side in sides])
+    own = {side.name: styles[side.name] for side in sides}
+    return loss_curves(table, styles=own, **shown)
 
 
 def throughput_figure(judged: Report) -> go.Figure:
@@ -376,9 +366,9 @@ def throughput_figure(judged: Report) -> go.Figure:
     Raises:
         BadInput: no run has a speed after its warm-up.
     """
-    if judged.study is not None:
+    if isinstance(judged, StudyReport):
         # Bars are drawn for emulated arms too, but no gain of theirs.
-        gains = [one for one in judged.gains if one.arm in {side.arm for side in judged.measured_speeds}]
+        gains = [one for one in judged.gains if one.arm in {side.name for side in judged.measured_speeds}]
         return throughput_bars(judged.kept, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
     sides = [side for side in judged.sides if len(side.tps)]
     if not sides:
@@ -387,27 +377,23 @@ def throughput_figure(judged: Report) -> go.Figure:
 
 
 def _loss_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
-    """Captions and figures of the loss: curves, differences paired by seed, then those of one run against another."""
+    """Captions and figures of the loss: curves, and differences paired by seed or of one run against another."""
+    styles = compare.side_styles(judged.sides)
     if len(judged.verdicts) > 1:
         yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
     if any(side.table["loss"].notna().any() for side in judged.sides):
         yield "Training loss.", loss_figure(judged)
-    paired, single, styles = judged.verdicts, [], compare.side_styles(judged.sides)
-    if judged.study is None:
-        known = [one for one in judged.differences if one.steps]  # without a common step there is nothing to draw
-        paired = [one.verdict for one in known if one.verdict is not None and one.paired]
-        single = [one for one in known if not one.paired]
-    for verdict in paired:
+    for verdict in judged.verdicts:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
-        yield caption, loss_difference(judged.table, verdict, style=styles.get(verdict.arm), note=judged.loss_note)
-    if single:
+        yield caption, loss_difference(judged.table, verdict, style=styles[verdict.arm], note=judged.loss_note)
+    if known := [one for one in judged.differences if one.steps]:  # without a common step there is nothing to draw
         caption = "Loss difference from the first, at the steps that both logged."
-        yield caption, compare.compared_difference(judged.sides, single, styles, note=judged.loss_note)
+        yield caption, compare.compared_difference(judged.sides, known, styles, note=judged.loss_note)
 
 
 def _speed_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
     """Captions and figures of throughput and, of runs side by side, of step times."""
-    if judged.study is not None:
+    if isinstance(judged, StudyReport):
         if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
             yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
         return
@@ -423,7 +409,8 @@ def _training_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
     """Gradient norms with learning rates, and of each side the expert load of its first run that recorded it."""
     # A norm of NaN at every step leaves nothing to draw; the notes and the loss figure's title name the run.
     if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
-        yield "Gradient norm and learning rate.", compare.gradient_norms(with_norm, compare.side_styles(judged.sides))
+        styles = compare.side_styles(judged.sides)
+        yield "Gradient norm and learning rate.", compare.gradient_norms(with_norm, styles)
     for side in judged.sides:
         # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
         run = next((run for run in side.finished if run.load is not None), None)
@@ -440,24 +427,25 @@ def _traced_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
         yield "Why the GPU is idle in the traced step.", idle_bars(explained)
 
 
-def _study_tables(judged: Report) -> Iterator[Table]:
+def _study_tables(judged: StudyReport) -> Iterator[Table]:
     """The runs that are judged, those that are not, and what of the judged ones multiplies in 8 bits."""
     medians = {(arm.arm, seed): tps for arm in judged.throughput for seed, tps in arm.tps_by_seed.items()}
     tps = f"tokens/s {judged.rank_words}"
     memory = "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB"
     rows: list[list[Any]] = [
         [
-            arm_label(run.arm),
+            side.label,
             _seed_name(run.seed),
             run.status.in_words(),
             run.last_step,
-            judged.final.seeds[run.arm].losses.get(seed, math.nan) if run.finished else math.nan,
+            judged.final.seeds[side.name].losses.get(seed, math.nan) if run.finished else math.nan,
             run.validation_loss,
-            medians.get((run.arm, seed), math.nan),
+            medians.get((side.name, seed), math.nan),
             float(run.rows["memory_gib"].max()),
             run.environment.machine if run.environment else "unknown",
         ]
-        for run in judged.runs
+        for side in judged.sides
+        for run in side.attempted
         for seed in [-1 if run.seed is None else run.seed]  # no seed is -1
     ]
     names = ["arm", "seed", "status", "steps", "final loss, nats", "held-out loss, nats", tps, memory, "machine"]
@@ -508,14 +496,14 @@ def _side_tables(judged: Report) -> Iterator[Table]:
         rows.append(
             [
                 side.label,
-                len(side.runs) if side.arm else None,
+                len(side.runs) if side.experiment else None,
                 side.state,
                 side.last_step,
                 side.final_nats(judged.final_fraction),
                 side.held_out_nats,
                 median(side.tps),
                 f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                math.nan if side.label in judged.no_gain else speed_ratio(side, judged.reference),
+                math.nan if side.label in judged.no_gain else median(side.tps) / median(judged.reference.tps),
                 side.memory_gib,
                 side.memory_percent,
             ]
@@ -543,7 +531,7 @@ def _side_tables(judged: Report) -> Iterator[Table]:
 
 def _machines(judged: Report) -> dict[str, str]:
     """Software and hardware of our runs; nothing where none is ours."""
-    runs = judged.finished
+    runs = [run for side in judged.sides for run in side.finished]
 
     def of_runs(value: Callable[[RunEnvironment], str]) -> str:
         return spread((value(run.environment) or "none") if run.environment else "unknown" for run in runs)
