@@ -34,7 +34,7 @@ SHAPES = {
     "JWT": (JWT, "SLURM_JWT={} X-SLURM-USER-TOKEN: {} and {}"),
     "MUNGE": ("MUNGE:AwQD" + some(80) + ":", "credential {}"),
     "NVIDIA": ("nvapi-" + some(64), "401 for {}"),
-    "NGC of old": (some(84), "NGC_API_KEY={}"),
+    "NGC of old": (some(84), "docker login nvcr.io -u '$oauthtoken' -p {}; NGC_API_KEY={}"),
     "docker": (some(24) + "==", '{{"auths": {{"nvcr.io": {{"auth": "{}"}}}}}}'),
     "kaggle": (some(32, HEX), "KAGGLE_KEY={}"),
     "user and password": ("hunter2", "http://ada:{}@proxy:3128 postgresql://u:{}@db/mlflow"),
@@ -48,6 +48,11 @@ SHAPES = {
     "header with parameters": (
         some(30),
         'Authorization: Digest username="ada", realm="a b", nonce={}, response="{}"',
+    ),
+    "behind -p": (
+        "hunter2",
+        "mysql -uada -p{} -h db; mysqldump -u ada --opt -p'{}' x; ['mariadb', '-p{}'] mongosh -u ada -p {}; "
+        "sshpass -p {} ssh gpu-1; sshpass -p{} scp",
     ),
     "in a URL's query": ("hunter2", "GET /login?next=%2Fapi%3Fpassword%3D{}%26user%3Dada"),
     "in a URL twice": ("hf_" + some(34), "?u=https%253A%252F%252Fhf.co%252F%253Ftoken%253D{}"),

@@ -58,6 +58,7 @@ _VALUE = rf"(?:(?P<quote>{_QUOTE})(?:(?!(?P=quote))(?:\\.|[^\n])){{1,4096}}+(?P=
 _KEPT = rf"\1\g<quote>{HIDDEN}\g<quote>"
 _SCHEME = r"(?:[a-z][\w-]{0,30} (?=[^\s'\"]))?"
 _PARAMETER = rf"[\w-]{{1,40}}=(?:{_QUOTE}[^'\"\n]{{0,4096}}{_QUOTE}|[^\s,'\"]+)"
+_TAKE_P = r"sshpass|(?:docker|podman) login|mysql\w*|mariadb[\w-]*|mongo\w*"
 _SECRETS = (
     (  # over several lines, on one with a literal \n, or with its end cut off
         re.compile(
@@ -98,6 +99,8 @@ _SECRETS = (
     (re.compile(rf"(?i)(\bbearer (?-i:(?![a-z]+ ))){_BARE}"), rf"\1{HIDDEN}"),
     (re.compile(r"\b([Bb]asic )(?=[A-Za-z+/]{0,200}[0-9=])[A-Za-z0-9+/]{8,}={0,2}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b((?:set-)?cookie: ?)[^\n'\"]+"), rf"\1{HIDDEN}"),
+    # The password behind -p, as clients of databases, sshpass and a login to a registry of containers take it.
+    (re.compile(rf"(\b(?:{_TAKE_P})\b[^\n|;&]{{0,200}}?[ '\"]-p(?:{_QUOTE},)? ?){_VALUE}"), _KEPT),
     # curl's user:password.
     (re.compile(r"(\s(?:-u|--user|--proxy-user)[ =]?['\"]?[^\s:'\"]{1,100}:)[^\s'\"]+"), rf"\1{HIDDEN}"),
     (re.compile(r"://(?!git@|\$\w+@)[^\s/?#'\"<>]+@"), f"://{HIDDEN}@"),  # user and password of a URL
