@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from notebook_support import ROOT, Ran
 
-from moelab.health.doctor import examine
+from moelab.health.doctor import examine, trains
 from moelab.notebooks.map import MINUTES_AND_HARDWARE, markdown_table
 from moelab.runs.collect import collect
 from moelab.runs.table import joined_rows
@@ -24,8 +24,9 @@ def test_it_trains_both_arms_here(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NOTEBOOK.stem)
     arms, _ = (text for text in ran.shown("text/html") if "<table" in text)
     (notebooks,) = ran.shown("text/markdown")
-    for arm in examine().arms:
-        assert html.escape(arm.reason or arm.kernels) in arms
+    for _, what, words in trains(examine().arms):
+        assert html.escape(what) in arms
+        assert html.escape(words) in arms
     assert notebooks == markdown_table()
     published, losses = ran.titles()
     assert "quoted" in published
