@@ -295,6 +295,19 @@ def judge(
         unpaired_words="" if seeds else _unpaired(arm, reference, quantity, (kept, base), (ours, theirs)),
         steps=steps,
     )
+    return _decided(verdict, ours, theirs, margin, untrained_nats=untrained_nats, lr_warmup_steps=lr_warmup_steps)
+
+
+def _decided(
+    verdict: Verdict,
+    ours: ArmSeeds,
+    theirs: ArmSeeds,
+    margin: Margin,
+    *,
+    untrained_nats: float | None,
+    lr_warmup_steps: int,
+) -> Verdict:
+    """The verdict with the answer of what comes first, and with all that qualifies it."""
     doubts = [*_doubts(verdict, ours, theirs, margin)]
     against = [words for contradicts, words in doubts if contradicts and verdict.answer is Answer.EQUIVALENT]
     # What comes first decides, and the rest is told beside it; the interval comes last.
@@ -303,8 +316,8 @@ def judge(
     findings = [_capitalised(words) for _, words in before[1:]]
     if verdict.answer is Answer.DIFFERENT and abs(verdict.mean_difference_nats) < margin.widest_nats:
         findings.append(
-            f"The margin is narrow for want of seeds: {seeds_words(len(base))} of the reference leave room for one of "
-            f"up to ±{margin.widest_nats:.4f}, which would hold this difference."
+            f"The margin is narrow for want of seeds: {seeds_words(len(verdict.reference_losses))} of the reference "
+            f"leave room for one of up to ±{margin.widest_nats:.4f}, which would hold this difference."
         )
     verdict = replace(
         verdict,
