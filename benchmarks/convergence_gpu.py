@@ -27,7 +27,7 @@ import tarfile
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ import pandas as pd
 import yaml
 
 from moelab.experiment import Experiment
-from moelab.experiment_file import read_study, write_experiment
+from moelab.experiment_file import read_study
+from moelab.notebooks.replayed import unfold
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "convergence_gpu.yaml"
@@ -216,34 +217,6 @@ def compact(results: dict[str, Any]) -> str:
     return text.replace('"runs": []', f'"runs": [\n{runs}\n ]') + "\n"
 
 
-def unfold(folder: Path, *, results: Path, study: Path) -> None:
-    """Make a run directory of each run of the results, for ``moelab report``.
-
-    Tokens/s are left out: these runs shared a GPU.
-    """
-    experiments = {(one.arm, one.seed): one for one in read_study(study).experiments}
-    for run in json.loads(results.read_text())["runs"]:
-        experiment = experiments[run["arm"], run["seed"]]
-        path = folder / experiment.name / experiment.arm / f"seed{experiment.seed}" / run["run"]
-        (path / "logs").mkdir(parents=True)
-        (path / "launch" / "converted").mkdir(parents=True)
-        (path / "experiment.yaml").write_text(write_experiment(experiment))
-        (path / "environment.json").write_text(json.dumps(run["environment"]))
-        (path / "status.json").write_text(json.dumps({"state": run["status"], "reason": run["reason"]}))
-        if run["in_8_bits"]:
-            (path / "launch" / "converted" / "rank0.json").write_text(json.dumps(run["in_8_bits"]))
-        norms, held_out = dict(run["grad_norm"]), dict(run["held_out"])
-        ended = datetime.fromisoformat(run["ended"])
-        with (path / "logs" / "train.log").open("w") as log:
-            for step, loss in run["loss"]:
-                seconds = run["steps_s"] * (step - run["loss"][-1][0]) / run["loss"][-1][0]
-                head = f"[rank0]:[titan] {ended + timedelta(seconds=seconds):%Y-%m-%d %H:%M:%S},000 - root - INFO - "
-                norm = f"  grad_norm: {norms[step]}" if step in norms else ""
-                log.write(f"{head}step: {step}  loss: {loss}{norm}  memory: {run['memory_gib']}GiB(0%)\n")
-                if step in held_out:
-                    log.write(f"{head}validate step: {step}  loss: {held_out[step]}  memory: 0GiB(0%)  tps: 0\n")
-
-
 def main() -> None:
     """Train, pack, collect or unfold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -268,7 +241,7 @@ def main() -> None:
     elif options.verb == "collect":
         collect(options.results)
     else:
-        unfold(options.folder, results=options.results, study=options.study)
+        unfold(options.folder, json.loads(options.results.read_text()), read_study(options.study))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ HEADINGS = {
 }
 """Columns of ``frame()`` in words."""
 DECIMALS = {"needs (GiB)": 1, "of (GiB)": 1, "tokens/s per GPU": 0, "low": 0, "high": 0, "MFU": 3, "time (ms)": 1}
-DECIMALS |= {"predicted (ms)": 1, "share (%)": 1, "over the first (%)": 1}
+DECIMALS |= {"predicted (ms)": 1, "share (%)": 1, "over the first (%)": 1, "loss": 4, "tokens/s per rank": 0}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -203,6 +203,11 @@ class Planned(Answer):
     def exit_code(self) -> int:
         """3 if an arm is illegal."""
         return 0 if self.legal else 3
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why arms are illegal, each reason once."""
+        return tuple(dict.fromkeys(reason for one in self.plans for reason in one.verdict.reasons))
 
     @property
     def layout(self) -> Layout:
@@ -569,6 +574,13 @@ class States(Answer):
 
         return any(status.state in (State.SUBMITTED, State.RUNNING) for _, status in self.states)
 
+    @property
+    def traced(self) -> tuple[Path, ...]:
+        """Runs that left a trace, to be explained."""
+        from moelab.runs.directory import TRACES_FOLDER
+
+        return tuple(run.path for run, _ in self.states if (run.path / TRACES_FOLDER).is_dir())
+
     def _lines(self) -> list[str]:
         return self.found.lines if self.found else []
 
@@ -837,10 +849,6 @@ class Examined(Answer):
         groups = [group for group in ("findings", "deepep", "study", "here", "nodes") if group in content]
         rows = [{"group": group, **one} for group in groups for one in content[group]]
         return pd.DataFrame(rows, columns=["group", "name", "severity", "found", "remedy"])
-
-    def arms(self) -> pd.DataFrame:
-        """A row for each arm of a study: whether it runs here, with which kernels, or why not."""
-        return pd.DataFrame(self._json().get("arms", []), columns=["arm", "runs", "kernels", "reason"])
 
     def _view(self) -> Iterator[str | TableView]:
         words = {"ok": "ok", "note": "note", "warning": "look here", "error": "does not work"}

@@ -52,6 +52,8 @@ ASSUMED_SEQ_LEN = 4096
 ASSUMED_TOKENS = 65_536
 """Tokens per GPU and step, where a search is given a model alone: as in published runs on hundreds of GPUs."""
 RUNS_VARIABLE = "MOELAB_RUNS"
+LINES_VARIABLE = "MOELAB_PROGRESS_LINES"
+"""Set where a notebook runs in batch, whose log takes lines of progress and no bars."""
 SIDE_BY_SIDE = ("notebooks", "papermill_params")
 """Folders of a checkout, and of what ``moelab notebooks`` wrote."""
 
@@ -550,7 +552,8 @@ def run(
     if not wait:
         launcher = start_in_background(study, folder)
         return replace(status(folder / study.name), launcher=launcher)
-    done = run_study(study, folder, on_failure=on_failure)
+    say = print if os.environ.get(LINES_VARIABLE) else None
+    done = run_study(study, folder, on_failure=on_failure, say=say)
     return Trained(
         path=folder / study.name,
         states=tuple((one, one.status) for one in done.runs),

@@ -35,7 +35,7 @@ def test_the_published_size_shows_its_script_and_submits_nothing_unasked(
     assert "submit" not in profile
     copy = ran(execute(NOTEBOOK, Path("executed.ipynb"), profile))
     shown = copy.printed + "".join(copy.shown("text/plain"))
-    for said in ("legal", "#SBATCH --nodes=32\n", "#SBATCH --array=0-5\n", "nothing submitted: submit is False"):
+    for said in ("legal", "#SBATCH --nodes=32\n", "#SBATCH --array=0-5\n", "no verdict: no run has completed yet"):
         assert said in shown
     assert not called.exists()
     assert not list(directory.find(tmp_path / "runs"))

@@ -38,14 +38,9 @@ def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
     assert "times as fast as stock" in titles[0]
     assert not any("CPU" in title for title in titles), "times over gloo are no finding"
     rows = json.loads((ran.folder / "runs" / NAME / "all_to_all.json").read_text())["rows"]
-    dispatches = [row for row in rows if row["operation"] == "dispatch" and row["routing"] != "skewed"]
-    (counts,) = [text for text in ran.shown("text/plain") if "rows expected" in text]
-    lines = [line.split() for line in counts.splitlines()[2:]]
-    assert [(line[1], float(line[-2])) for line in lines] == [
-        (row["routing"], row["rows_to_others"]) for row in dispatches
-    ]
-    assert all(float(line[-1]) == pytest.approx(float(line[-2]), rel=0.03) for line in lines)
-    assert " ".join(ran.shown("text/markdown")).count("goal 1.1") == 2
+    (row,) = [row for row in rows if (row["operation"], row["routing"]) == ("dispatch", "random_balanced")]
+    assert f"{row['rows_to_others']:,.0f} were counted" in ran.printed
+    assert "agrees" in ran.printed
 
 
 # What the notebook says that its reader should see

@@ -13,13 +13,15 @@ import pytest
 import torch
 from notebook_support import parameters_of, sources
 
-from moelab import report
+from moelab import plan, report
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.micro.numerics import GroupedGemm, compare_products, synthetic
+from moelab.mxfp8 import MX
+from moelab.notebooks import replayed_convergence, replayed_steps
 from moelab.planning.gemm_fit import fit_b200
+from moelab.planning.measured import ALL_TO_ALL_H200, load_measured
 from moelab.planning.tables import projected_two_by_two
 from moelab.planning.time.routing import RoutingModel
-from moelab.traces.against import packaged_steps
 
 ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
     "00_start_here": {"my_loss = 8.0": ("my_loss = 7.62",)},
@@ -30,7 +32,7 @@ ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "02_find_grouped_gemm_break_even": {
         "my_tokens = 256": ("my_tokens = 4096",),
-        'my_precision = 5.5, "mxfp8"': ('my_precision = 5.5, "mxfp8_wgrad_bf16"',),
+        'my_precision = "mxfp8"': ('my_precision = "mxfp8_wgrad_bf16"',),
         "my_rows = 10_000": ("my_rows = 61_000",),
     },
     "03_route_tokens": {
@@ -88,7 +90,7 @@ def of_projection() -> dict[str, Any]:
     answers = projected_two_by_two().parts_s
     return {
         "parts": {arm: {part: one.value for part, one in each.items()} for arm, each in answers.items()},
-        "experiment": parameters_of("08_project_to_cluster").to_experiment(),
+        "my_arms": parameters_of("08_project_to_cluster").to_study(),
     }
 
 
@@ -110,7 +112,7 @@ MADE_BEFORE: dict[str, Callable[[], dict[str, Any]]] = {
     "03_route_tokens": lambda: {"forced": RoutingModel(kind="round_robin")},
     "08_project_to_cluster": of_projection,
     "10_report_study": lambda: {"pair": report(*EXAMPLE_LOGS)},
-    "11_explain_step": lambda: {"steps": {name: step for name, (step, _) in packaged_steps().items()}},
+    "11_explain_step": lambda: {"replayed": replayed_steps()},
 }
 """What a notebook's other cells make that its exercises take, beside what they import."""
 
@@ -137,3 +139,31 @@ def test_an_exercise_knows_its_answers(name: str) -> None:
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(source.replace(given, answer), namespace(name))
             assert said in printed.getvalue(), answer
+
+
+def planned() -> dict[str, Any]:
+    experiment = parameters_of("05_plan_layout").to_experiment()
+    return {"experiment": experiment, "planned": plan(experiment)}
+
+
+SCRATCH: dict[str, Callable[[], dict[str, Any]]] = {
+    "01_quantise_to_mxfp8": lambda: {"gaussian": synthetic("gaussian", (512, 1024)), "MX": MX},
+    "02_find_grouped_gemm_break_even": lambda: {"b200": fit_b200()},
+    "03_route_tokens": lambda: {"placement": parameters_of("03_route_tokens").to_placement()},
+    "04_dispatch_with_deepep": lambda: {"mine": load_measured(ALL_TO_ALL_H200)},
+    "05_plan_layout": planned,
+    "06_compare_convergence": lambda: {"replayed": replayed_convergence()},
+    "07_compare_throughput": dict,
+    "08_project_to_cluster": dict,
+    "10_report_study": lambda: {"EXAMPLE_LOGS": EXAMPLE_LOGS, "pair": report(*EXAMPLE_LOGS)},
+    "11_explain_step": lambda: {"replayed": replayed_steps()},
+}
+"""Notebooks with a cell that does by hand what the library does, and what it takes of other cells."""
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_what_is_written_from_scratch_agrees_with_the_library(name: str) -> None:
+    (source,) = [source for source in sources(name) if '"agrees"' in source]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(source, SCRATCH[name]())
+    assert "agrees" in printed.getvalue()

@@ -53,9 +53,8 @@ def test_papermill_runs_it_on_one_node_and_a_person_runs_it_again(
         execute(twice, output, parameters)
     copy = ran(output)
     assert (len(copy.shown(PLOTLY)), len(copy.shown(WIDGET))) == (2 * 4, 2)
-    assert sum("#### legal · fits (" in text for text in copy.shown("text/markdown")) == 2
-    assert sum("Best layouts" in text for text in copy.shown("text/html")) == 2
-    assert "tokens/s/GPU" in copy.printed
+    best = [text for text in copy.shown("text/html") if "legal · fits (" in text and "tokens/s" in text]
+    assert sum("Best layouts" in text for text in best) == 2
     assert "ep is 32: it must divide the ranks it shares out" in copy.printed  # the unsolved first exercise
 
 

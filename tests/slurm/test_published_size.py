@@ -11,6 +11,7 @@ import pytest
 from slurm_cluster import slurm_cluster
 from slurm_jobs import published, recorder, speak_to
 
+from moelab.errors import Refused
 from moelab.experiment_file import Study, read_study
 from moelab.launch.cluster import kept_cluster
 from moelab.launch.in_job import NodeOfJob
@@ -18,7 +19,6 @@ from moelab.launch.node import Start
 from moelab.launch.slurm import SCRIPT_FILE
 from moelab.launch.status import refresh
 from moelab.launch.submit import Submission, submit
-from moelab.notebooks.study import bring_forward
 from moelab.runs.directory import RunDir, find
 from moelab.runs.status import State, Status
 
@@ -35,20 +35,19 @@ ON_EVERY_NODE = {
 
 @dataclass(frozen=True)
 class Submitted:
-    """The study after its jobs have ended, and what notebook 07 said of it before and after that."""
+    """The study after its jobs have ended, and what was said of another submission before that."""
 
     study: Study
     folder: Path
     first: Submission
     statuses: list[Status]
     again: Submission
-    meanwhile: list[str]
-    afterwards: list[str]
+    meanwhile: str
 
 
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
-    folder, meanwhile, afterwards = tmp_path_factory.mktemp("published"), list[str](), list[str]()
+    folder = tmp_path_factory.mktemp("published")
     with pytest.MonkeyPatch.context() as patch, slurm_cluster(nodes=NODES, gpus=8, cpus=128) as big:
         speak_to(big, patch)
         patch.setenv("SBATCH_PARTITION", "nowhere")  # a person's own defaults do not overrule the script
@@ -56,11 +55,11 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitted]:
         study, runs = read_study(STUDY), folder / "runs"
         cluster = published(big, recorder(folder, study.experiments[0].steps))
         first = submit(study, runs, cluster)
-        bring_forward(study, runs, cluster, submit=True, say=meanwhile.append)
+        with pytest.raises(Refused) as meanwhile:
+            submit(study, runs, cluster)
         big.wait_for(lambda: not big.active(), seconds=180, what="the study to end")
         statuses, again = refresh(first.submitted), submit(study, runs, cluster)
-        bring_forward(study, runs, cluster, submit=True, say=afterwards.append)
-        yield Submitted(study, runs, first, statuses, again, meanwhile, afterwards)
+        yield Submitted(study, runs, first, statuses, again, str(meanwhile.value))
 
 
 def test_it_is_one_array_whose_script_is_in_every_run_directory(submitted: Submitted) -> None:
@@ -74,12 +73,11 @@ def test_it_is_one_array_whose_script_is_in_every_run_directory(submitted: Submi
     assert all((run.path / "results.json").exists() for run in runs)
 
 
-def test_a_second_submit_finds_nothing_to_do_nor_does_notebook_07_that_is_run_again(submitted: Submitted) -> None:
+def test_a_second_submit_waits_for_the_first_and_then_finds_nothing_to_do(submitted: Submitted) -> None:
     assert submitted.again.completed == submitted.first.submitted
     assert (submitted.again.submitted, submitted.again.scripts) == ((), ())
     assert len(find(submitted.folder)) == 4
-    assert submitted.meanwhile[-1].startswith("Slurm has runs of this study: run the notebook again")
-    assert submitted.afterwards[-1].endswith("0 of 4 runs submitted now")
+    assert "wait for them" in submitted.meanwhile
 
 
 def nodes_of(run: RunDir) -> list[tuple[dict[str, str], list[str]]]:

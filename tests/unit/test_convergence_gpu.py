@@ -12,10 +12,13 @@ from pathlib import Path
 import convergence_gpu
 import convergence_text
 import pytest
-from convergence_gpu import RESULTS, STUDY, arm_and_seed, in_order, train, unfold
+from convergence_gpu import RESULTS, STUDY, arm_and_seed, in_order, train
 
 from moelab.cli import main
 from moelab.experiment import Experiment
+from moelab.experiment_file import read_study
+from moelab.notebooks import replayed_convergence
+from moelab.notebooks.replayed import unfold
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "measurements.md").read_text()
@@ -36,7 +39,7 @@ def logged(pattern: str) -> dict[tuple[str, int], dict[int, float]]:
 def test_the_results_are_judged_again_as_the_logs_of_the_runs_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unfold(tmp_path, results=RESULTS, study=STUDY)
+    unfold(tmp_path, json.loads(RESULTS.read_text()), read_study(STUDY))
     report = str(tmp_path / "report.html")
     assert main(["report", str(tmp_path / "convergence_gpu"), "--output", report, "--json"]) == 0
     judged = json.loads(capsys.readouterr().out)
@@ -55,6 +58,20 @@ def test_the_results_are_judged_again_as_the_logs_of_the_runs_say(
         assert f"| MXFP8 − BF16 | {of_seeds} |" in PAGE or verdict["arm"] != "mxfp8_standard"
         of_seeds = " | ".join(f"{ends['bf16_standard', seed]:.4f}" for seed in verdict["seeds"])
         assert f" | {of_seeds} |" in PAGE
+
+
+def test_the_notebook_replays_that_judgement_and_says_where_it_is_from_and_what_lacks() -> None:
+    replayed, results = replayed_convergence(), json.loads(RESULTS.read_text())
+    (verdict, _) = replayed.to_json()["verdicts"]
+    assert replayed.frame()["answer"].tolist() == ["equivalent", "equivalent"]
+    seeds = {run["seed"] for run in results["runs"]}
+    row = next(row for row in PAGE.splitlines() if "MXFP8 − BF16" in row)
+    of_seeds = [float(one.replace("−", "-")) for one in row.split("|")[2 : 2 + len(seeds)]]
+    assert verdict["difference_nats"] == pytest.approx(statistics.fmean(of_seeds), abs=1e-4)
+    assert "replayed: measured on an H200" in replayed.loss_figure().layout.title.text
+    for arm, seed in results["missing"]:
+        assert re.search(rf"{re.escape(arm)}[^;]*\b{seed}\b", replayed.asides[1])
+    assert f"{results['control']} (the control)" in replayed.asides[1]
 
 
 def test_pieces_go_seed_by_seed_through_the_arms_that_are_judged_first() -> None:

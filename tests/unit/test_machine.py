@@ -22,7 +22,7 @@ from moelab.health.doctor import examine, trains
 from moelab.health.node import check_gpus, report
 from moelab.launch import capability
 from moelab.machine import GpusUnknown, environment, gpu_problem, gpus
-from moelab.notebooks.all_to_all import can_use_gpus
+from moelab.notebooks import measure_all_to_all
 from moelab.notebooks.parameters import StartParameters
 
 Smi = Callable[..., Path]
@@ -374,7 +374,8 @@ def test_a_driver_that_fails_is_refused_and_told_of_everywhere(
     assert not (tmp_path / "runs" / "s").exists()
     for hardware in ("cpu", "b200_node"):
         assert cli.main(["plan", str(file), "--set", f"hardware={hardware}"]) == 0
-    for ask in (StartParameters(study="s", runs_dir="runs", ranks=0, steps=2).to_study, can_use_gpus):
+    study_of = StartParameters(study="s", runs_dir="runs", ranks=0, steps=2).to_study
+    for ask in (study_of, lambda: measure_all_to_all(tmp_path / "all_to_all.json")):
         with pytest.raises(GpusUnknown, match="version mismatch"):  # not taken for a processor
             ask()
     here, told, (one,) = environment(), report(), check_gpus([])

@@ -15,10 +15,14 @@ import yaml
 from notebook_support import NOTEBOOKS, ROOT, default_values, parameters_cell, parameters_of, sources
 from run_support import make_run
 
+from moelab import read_study
 from moelab.errors import BadInput
 from moelab.notebooks import parameter_names, read_parameters
 from moelab.notebooks.parameters import NotebookParameters
+from moelab.planning.project import cluster_like, on
+from moelab.planning.project import project as project_one
 from moelab.runs.directory import TRACES_FOLDER
+from moelab.runs.status import State
 
 PROFILES = sorted((ROOT / "papermill_params").glob("*/*"))
 
@@ -134,6 +138,49 @@ def make_all(parameters: Any) -> None:
 def test_a_precision_without_a_speed_is_sent_to_the_notebook_of_its_numbers() -> None:
     with pytest.raises(BadInput, match="notebook 06 trains it"):
         parameters_of("07_compare_throughput", precision="nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("states", "submit", "will"),
+    [
+        ([], True, True),
+        ([], False, False),
+        ([State.COMPLETED, State.FAILED], True, True),
+        ([State.COMPLETED, State.COMPLETED], True, False),
+        ([State.RUNNING, State.FAILED], True, False),
+    ],
+)
+def test_a_study_is_submitted_while_it_lacks_a_run_and_none_is_under_way(
+    tmp_path: Path, states: list[State], submit: bool, will: bool
+) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text("name: mine\ndescription: Ours.\nscheduler: slurm\ngpus_per_node: 8\n")
+    given = {"cluster": str(profile), "runs_dir": str(tmp_path / "runs"), "seeds": 1}
+    parameters = convergence(**given, submit=submit)
+    for experiment, state in zip(parameters.to_study().experiments, states, strict=False):
+        make_run(tmp_path / "runs", experiment, [8.0], state=state)
+    assert parameters.will_submit is will
+
+
+def test_a_study_that_trains_here_is_not_submitted() -> None:
+    with pytest.raises(BadInput, match="cluster: got 'local'; valid: a profile with Slurm, because submit is True"):
+        convergence(submit="true")
+
+
+def test_a_study_s_file_stands_for_all_that_makes_one() -> None:
+    parameters = convergence(study_file="convergence_gpu", seeds=1, runs_dir="out")
+    assert parameters.to_study() == read_study("convergence_gpu")
+    assert parameters.study_folder == Path("out/convergence_gpu")
+
+
+def test_the_arms_of_a_cluster_have_its_network() -> None:
+    parameters = parameters_of("08_project_to_cluster", network_gb_s=25)
+    like = cluster_like("B200", nodes=32, network_gb_s=25)
+    for experiment in parameters.to_study().experiments:
+        fields = {"precision": experiment.precision, "ep_backend": experiment.ep_backend}
+        same = project_one(on("B200", parameters.to_experiment(), **fields), like)
+        assert project_one(experiment).tps == same.tps
+        assert project_one(experiment).interval == same.interval
 
 
 def test_one_run_is_made_to_be_watched_and_one_to_be_traced(tmp_path: Path) -> None:

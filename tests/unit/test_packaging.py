@@ -29,7 +29,7 @@ import moelab.titan
 from moelab import machine
 from moelab.machine import TESTED
 from moelab.notebooks.batch import END_MARKER
-from moelab.notebooks.shipped import FOLDERS, RECORD
+from moelab.notebooks.shipped import FOLDERS
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -187,7 +187,7 @@ def test_the_wheel_works_without_a_clone(installed: tuple[Path, dict[str, str]],
         return output(*command.split(), env=variables, cwd=tmp_path, timeout=300)
 
     assert "begin with: jupyter lab notebooks/00_start_here.ipynb" in shell("moelab notebooks .")
-    assert {one.name for one in tmp_path.iterdir()} == {*FOLDERS, RECORD}
+    assert {one.name for one in tmp_path.iterdir()} == {*FOLDERS}
     assert "legal, and fits: nano, arm mxfp8_standard" in shell("moelab plan nano")
     assert "mxfp8_deepep_round-robin" in shell("moelab project 671B_b200_x256")
     assert "#SBATCH --nodes=32" in shell("moelab submit 671B_b200_x256 --cluster nebius_soperator_b200 --dry-run")

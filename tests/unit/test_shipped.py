@@ -14,7 +14,7 @@ from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment_file import read_study
 from moelab.notebooks import shipped
-from moelab.notebooks.shipped import FOLDERS, RECORD, write_out
+from moelab.notebooks.shipped import FOLDERS, write_out
 
 ROOT = Path(__file__).parents[2]
 OWN = {str(file.relative_to(ROOT)) for group in FOLDERS for file in (ROOT / group).rglob("*") if file.is_file()}
@@ -48,35 +48,16 @@ def test_everything_is_written_and_a_second_call_touches_nothing(
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"begin with: jupyter lab {folder}/notebooks/00_start_here.ipynb"
     left = files(folder)
-    assert left == {RECORD: left[RECORD]} | {name: (ROOT / name).read_bytes() for name in OWN}
+    assert left == {name: (ROOT / name).read_bytes() for name in OWN}
     times = {name: (folder / name).stat().st_mtime_ns for name in left}
     assert main(["notebooks", str(folder), "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
-    assert (done["written"], done["renewed"], done["kept"], set(done["same"])) == ([], [], {}, OWN)
+    assert (done["written"], done["kept"], set(done["same"])) == ([], [], OWN)
     assert {name: (folder / name).stat().st_mtime_ns for name in files(folder)} == times
     assert set(write_out(ROOT).same) == OWN  # in a clone all is there
-    assert not (ROOT / RECORD).exists()
 
 
-def test_a_later_version_renews_what_nobody_changed(tmp_path: Path, install: Install) -> None:
-    folder = tmp_path / "lab"
-    install("one", A, B, PROFILE)
-    write_out(folder)
-    (folder / A).write_text("mine")
-    assert write_out(folder).kept == {A: "it was changed here"}
-    (folder / PROFILE).unlink()
-    install("two", A, B, PROFILE)
-    done = write_out(folder)
-    assert (done.written, done.renewed, done.same) == ((PROFILE,), (B,), ())
-    assert done.kept == {A: "it was changed here, and moelab's is another since"}
-    assert "kept notebooks/a.ipynb: it was changed here" in done.as_text()
-    assert f"{folder}: 1 written, 1 renewed, 1 kept" in done.as_text()
-    (folder / A).write_text("one")  # the change is undone
-    assert write_out(folder).renewed == (A,)
-    assert files(folder) == {RECORD: (folder / RECORD).read_bytes(), **dict.fromkeys((A, B, PROFILE), b"two")}
-
-
-def test_what_moelab_did_not_write_is_kept(tmp_path: Path, install: Install) -> None:
+def test_what_is_there_is_kept_whoever_wrote_it(tmp_path: Path, install: Install) -> None:
     install("one", A, B, PROFILE)
     folder = tmp_path / "lab"
     (folder / A).mkdir(parents=True)
@@ -84,12 +65,12 @@ def test_what_moelab_did_not_write_is_kept(tmp_path: Path, install: Install) -> 
     (folder / PROFILE).parent.mkdir(parents=True)
     (folder / PROFILE).symlink_to("nowhere")
     done = write_out(folder)
-    assert done.kept == {
-        A: "cannot be read: Is a directory",
-        B: "moelab did not write it",
-        PROFILE: "cannot be read: No such file or directory",
-    }
-    assert (done.written, files(folder)) == ((), {B: b"mine"})
+    assert (done.written, done.kept, files(folder)) == ((), (A, B, PROFILE), {B: b"mine"})
+    assert "kept notebooks/b.ipynb: it is not as this version has it" in done.as_text()
+    (folder / B).unlink()
+    assert write_out(folder).written == (B,)
+    install("two", A, B, PROFILE)
+    assert write_out(folder).kept == (A, B, PROFILE)  # which nobody changed: another version does not know that
 
 
 def test_a_disk_that_fills_leaves_whole_files_and_the_next_call_goes_on(
@@ -103,19 +84,6 @@ def test_a_disk_that_fills_leaves_whole_files_and_the_next_call_goes_on(
             write_out(folder)
     assert files(folder) == {A: b"one"}
     assert write_out(folder).written == (B,)
-    (folder / RECORD).unlink()  # as if the disk had filled just before it
-    assert write_out(folder).same == (A, B)
-    install("two", A, B)
-    assert write_out(folder).renewed == (A, B)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]"])
-def test_a_damaged_record_is_named(tmp_path: Path, content: str, install: Install) -> None:
-    install("one", A)
-    (tmp_path / RECORD).write_text(content)
-    with pytest.raises(BadInput, match=r"\.moelab_notebooks\.json is damaged: delete it"):
-        write_out(tmp_path)
-    assert not (tmp_path / A).exists()
 
 
 def test_a_study_is_found_by_its_name_and_a_file_of_that_name_comes_first(

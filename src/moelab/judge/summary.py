@@ -46,6 +46,7 @@ class Report(ABC):
     final_fraction: float = 0.1  # of the steps, that a final loss or difference is a mean of
     dropped_seeds: Sequence[int] = ()  # from every side
     explain: Callable[[list[Path]], Explanation] | None = None  # of the traces that a run left; None leaves them out
+    origin: str = ""  # of replayed runs, for the titles of figures
 
     def __post_init__(self) -> None:
         first_final_step(1, self.final_fraction)  # refuses a part of nothing now, and not when a loss is asked for
@@ -181,7 +182,7 @@ class Report(ABC):
         diverged += [side.unfinished for side in self.sides if side.diverged and not side.diverged_seeds]
         notes = self.grad_norm_notes
         first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes  # the rest is in `notes`
-        return "; ".join(filter(None, [self.emulation_note, *diverged, *first]))
+        return "; ".join(filter(None, [self.origin, self.emulation_note, *diverged, *first]))
 
     @cached_property
     def traced(self) -> tuple[dict[str, Explanation], list[str]]:
@@ -219,6 +220,7 @@ class Report(ABC):
                 for words in (*run.damaged, *run.notes, *_spike_words(run))
             ),
             *self.traced[1],
+            *filter(None, [self.origin]),
             *self.discovery_notes,
         ]
 

@@ -1,38 +1,29 @@
-"""What the notebooks share: their parameters, and how they run in batch."""
+"""What the notebooks share: their parameters, results that they replay, and how they run in batch."""
 
-from moelab.data.example_logs import EXAMPLE_LOGS
-from moelab.notebooks.batch import NotebookFailed, execute, parameter_names, read_parameters
-from moelab.notebooks.parameters import (
-    ConvergenceParameters,
-    DispatchParameters,
-    ExplainParameters,
-    GroupedGemmParameters,
-    LaunchParameters,
-    PlanParameters,
-    ProjectParameters,
-    QuantiseParameters,
-    ReportParameters,
-    RouteParameters,
-    StartParameters,
-    ThroughputParameters,
+import lazy_loader
+
+# What notebooks and scripts import from here, loaded on first use.
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "all_to_all": ["measure_all_to_all"],
+        "batch": ["NotebookFailed", "execute", "parameter_names", "read_parameters"],
+        "map": ["markdown_table"],
+        "parameters": [
+            "ConvergenceParameters",
+            "DispatchParameters",
+            "EXAMPLE_LOGS",
+            "ExplainParameters",
+            "GroupedGemmParameters",
+            "LaunchParameters",
+            "PlanParameters",
+            "ProjectParameters",
+            "QuantiseParameters",
+            "ReportParameters",
+            "RouteParameters",
+            "StartParameters",
+            "ThroughputParameters",
+        ],
+        "replayed": ["replayed_convergence", "replayed_steps"],
+    },
 )
-
-__all__ = [
-    "EXAMPLE_LOGS",
-    "ConvergenceParameters",
-    "DispatchParameters",
-    "ExplainParameters",
-    "GroupedGemmParameters",
-    "LaunchParameters",
-    "NotebookFailed",
-    "PlanParameters",
-    "ProjectParameters",
-    "QuantiseParameters",
-    "ReportParameters",
-    "RouteParameters",
-    "StartParameters",
-    "ThroughputParameters",
-    "execute",
-    "parameter_names",
-    "read_parameters",
-]

@@ -18,25 +18,18 @@ class ExperimentFailed(MoelabError):
     """The all-to-all experiment stopped before it had a result."""
 
 
-def can_use_gpus() -> bool:
-    """Whether this machine has as many GPUs as the experiment has ranks.
-
-    Raises:
-        GpusUnknown: if nvidia-smi fails.
-    """
-    return len(gpus()) >= RANKS
-
-
-def measure_all_to_all(output: Path) -> Measurement:
+def measure_all_to_all(output: str | Path) -> Measurement:
     """Run the experiment in processes of its own and read what it wrote to a JSON file.
 
     Without two GPUs its sizes are small and its backend is gloo, and it says so.
 
     Raises:
+        GpusUnknown: if nvidia-smi fails.
         ExperimentFailed: with the last lines that the processes wrote.
     """
+    output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if can_use_gpus() else "cpu"
+    device = "cuda" if len(gpus()) >= RANKS else "cpu"
     program = ["-m", PROGRAM, "--output", str(output.absolute()), "--device", device]
     done = subprocess.run(
         [*on_this_machine(RANKS), *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import nbformat
 
+from moelab.door import LINES_VARIABLE
 from moelab.errors import BadInput, MoelabError
 from moelab.experiment_file import read_yaml
 
@@ -61,6 +63,7 @@ def execute(
             hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(known)}"
             raise BadInput(f"{notebook.name} has no parameter {name!r}; {hint}")
     output.parent.mkdir(parents=True, exist_ok=True)
+    os.environ[LINES_VARIABLE] = "1"  # which the kernel inherits
     content.cells.append(nbformat.v4.new_code_cell(f"print({END_MARKER!r})"))
     try:
         ran = papermill.execute_notebook(

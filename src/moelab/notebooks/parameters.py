@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from moelab.data.example_logs import EXAMPLE_LOGS
-from moelab.door import runs_folder
+from moelab.door import read_study, runs_folder, status
 from moelab.errors import BadInput
-from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, Precision, Routing
+from moelab.experiment import NUMBERS_ONLY, EPBackend, Experiment, OwnHardware, Precision, Routing
 from moelab.experiment_file import Study, make_study, parse, read_hardware
+from moelab.hardware import cluster_of
 from moelab.launch.cluster import ClusterProfile, read_cluster
+from moelab.launch.local import completed
 from moelab.machine import CPU_RANKS, counted, gpu_problem, gpus, ranks_here
 from moelab.model import SHAPES, shape_for, shape_of
 from moelab.model.hugging_face import read_model
@@ -77,17 +79,22 @@ class _Trains(NotebookParameters):
     @property
     def of_experiment(self) -> dict[str, Any]:
         """As in other notebooks, and the ranks; on the processor where a lesson takes more than there are GPUs."""
-        fields, place, least = super().of_experiment, self._cluster, self._least_ranks
-        ranks = self.ranks or (place.gpus_per_node if place.scheduler == "slurm" else 0)
+        fields, least = super().of_experiment, self._least_ranks
         if self.on_cpu_because:
-            fields["hardware"], ranks = "cpu", max(least, CPU_RANKS)
-        elif self._takes_this_machine:
+            return fields | {"hardware": "cpu", "gpus_per_node": max(least, CPU_RANKS)}
+        ranks = self.ranks or (self._cluster.gpus_per_node if self.on_slurm else 0)
+        if self._takes_this_machine:
             ranks = ranks_here() // least * least  # two of three GPUs
         return fields | ({"gpus_per_node": ranks} if ranks else {})
 
     @property
     def _cluster(self) -> ClusterProfile:
         return read_cluster(getattr(self, "cluster", "local"))
+
+    @property
+    def on_slurm(self) -> bool:
+        """Whether the study goes to a cluster with Slurm."""
+        return self._cluster.scheduler == "slurm"
 
     @property
     def _least_ranks(self) -> int:
@@ -100,7 +107,7 @@ class _Trains(NotebookParameters):
     def _takes_this_machine(self) -> bool:
         """Whether nobody chose where it runs, nor on how many ranks."""
         is_chosen = self.ranks or getattr(self, "hardware", "local") != "local" or getattr(self, "nodes", 1) > 1
-        return not is_chosen and self._cluster.scheduler != "slurm"
+        return not is_chosen and not self.on_slurm
 
     @property
     def on_cpu_because(self) -> str:
@@ -329,10 +336,27 @@ class _Training(_Trains):
     dataset: str
     hardware: str
 
+    @field_validator("cluster")
+    @classmethod
+    def _takes_jobs(cls, cluster: str, info: ValidationInfo) -> str:
+        if info.data.get("submit") and read_cluster(cluster).scheduler != "slurm":
+            raise ValueError("a profile with Slurm, because submit is True; set submit = False to train here")
+        return cluster
+
+    @property
+    def will_submit(self) -> bool:
+        """Whether there is something to give to Slurm: not while runs are with it, nor after all have completed."""
+        if not self.submit:
+            return False
+        study, there = self.to_study(), status(self.to_study(), runs=self.runs_dir)
+        lacks = not there.found or any(not completed(there.found.attempts(one)) for one in study.experiments)
+        return lacks and not there.going
+
 
 class ConvergenceParameters(_Training):
     """Parameters of ``06_compare_convergence``."""
 
+    study_file: str
     arms: str
     quantize: str
     wgrad: str
@@ -343,7 +367,9 @@ class ConvergenceParameters(_Training):
     on_failure: Literal["continue", "stop"]
 
     def to_study(self) -> Study:
-        """The experiments that these parameters name."""
+        """The experiments of the study's file, if one is named, or those that the other parameters make."""
+        if self.study_file:
+            return read_study(self.study_file)
         of_mxfp8 = {"quantize": self.quantize, "wgrad": self.wgrad}
         shared = {name: value for name, value in self.of_experiment.items() if name not in of_mxfp8}
         arms = [
@@ -360,7 +386,7 @@ class ConvergenceParameters(_Training):
     @property
     def study_folder(self) -> Path:
         """Where the study's runs and report are."""
-        return Path(self.runs_dir, self.study)
+        return Path(self.runs_dir, self.to_study().name)
 
 
 class ThroughputParameters(_Training):
@@ -419,6 +445,24 @@ class ProjectParameters(NotebookParameters):
         fields |= {"precision": "mxfp8", "ep_backend": "deepep", "pp_schedule": "Interleaved1F1B"}
         fields |= {"activation_checkpoint": "full", "compile": "model+loss"}
         return on(self.gpu, parse(Experiment, {**fields, **changes}))
+
+    def to_study(self) -> Study:
+        """BF16 and the GPU's 8-bit format, each with both all-to-alls, on your cluster with its own network.
+
+        Raises:
+            BadInput: if a value is none that an experiment takes.
+        """
+        experiment = self.to_experiment()
+        node = cluster_of(experiment.hardware).node
+        cluster = {"name": f"{self.gpu}-cluster", "gpu": self.gpu, "nodes": self.nodes, "gpus": node.gpus}
+        cluster |= {"nvlink_gpus": node.nvlink_gpus, "nic_gb_s": self.network_gb_s}
+        arms = [
+            {"precision": precision, "ep_backend": backend}
+            for precision in ("bf16", experiment.precision)
+            for backend in ("standard", "deepep")
+        ]
+        shared = {name: getattr(experiment, name) for name in experiment.model_fields_set - {"name", "seed"}}
+        return make_study("project", shared | {"hardware": OwnHardware(**cluster)}, arms, [0])
 
 
 class LaunchParameters(_Training):
