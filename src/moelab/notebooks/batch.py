@@ -85,6 +85,8 @@ def execute(
             cell = why.partition("-------------------\n")[2].splitlines()[0]  # nbclient's text has it between rules
             why = f"a cell took longer than {cell_timeout_s} s: {cell}"
         raise NotebookFailed(f"{notebook.name}: {why}; executed copy: {output}") from error
+    finally:
+        del os.environ[LINES_VARIABLE]
     end = ran.cells.pop()
     if END_MARKER not in "".join(one.get("text", "") for one in end.outputs):
         raise NotebookFailed(f"{notebook.name} did not reach its end; executed copy: {output}")

@@ -45,7 +45,7 @@ PICTURES = {
     "measured_arms": ("04_dispatch_with_deepep", 1),
     "break_even": ("02_find_grouped_gemm_break_even", 2),
     "forced_balance": ("03_route_tokens", 3),
-    "loss_difference": ("06_compare_convergence", 3),
+    "loss_difference": ("06_compare_convergence", 4),
 }
 """README's pictures, in ``rendered/pictures``: the notebook, and which of its figures, from 1."""
 PLOTLY = "application/vnd.plotly.v1+json"
