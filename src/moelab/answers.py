@@ -297,8 +297,19 @@ class Projected(Answer):
     name: str  # in a command that finds other layouts
 
     @property
+    def _projected(self) -> Mapping[str, Projection]:
+        if not self.arms:
+            raise Refused("\n".join(f"{arm} is not projected: {why}" for arm, why in self.refused.items()))
+        return self.arms
+
+    @property
     def _first(self) -> Projection:
-        return next(iter(self.arms.values()))
+        return next(iter(self._projected.values()))
+
+    @property
+    def exit_code(self) -> int:
+        """3 if no arm can be projected."""
+        return 0 if self.arms else 3
 
     @property
     def tps(self) -> float:
@@ -314,14 +325,14 @@ class Projected(Answer):
         """Speed of an arm over the first one's, a ratio with its interval; of the last arm if none is named."""
         from moelab.planning.project import gain_over
 
-        return gain_over(_of_arm(self.arms, arm or list(self.arms)[-1]), self._first)
+        return gain_over(_of_arm(self._projected, arm or list(self.arms)[-1]), self._first)
 
     def _text(self) -> str:
         from moelab.planning.project import arms_text, projection_text
 
         alone = len(self.arms) == 1 and not self.refused
         text = projection_text(self._first) if alone else arms_text(self.arms, self.refused)
-        return f"{text}\nother layouts: moelab plan {self.name} --search"
+        return f"{text}\nother layouts: moelab plan {self.name} --search" if self.arms else text
 
     def _json(self) -> Json:
         each = {arm: one.to_json() for arm, one in self.arms.items()}
@@ -360,7 +371,7 @@ class Projected(Answer):
         """Where the time of a step goes: of all arms beside each other, or of one arm part by part."""
         if arm is None and len(self.arms) > 1:
             return viz.arm_breakdowns({name: one.breakdown_s for name, one in self.arms.items()}, words=self._words())
-        one = _of_arm(self.arms, arm)
+        one = _of_arm(self._projected, arm)
         return viz.step_breakdown(one.breakdown_s, words=f"{one.experiment.arm}: {self._words()}")
 
     def speed_figure(self, measured: Mapping[str, float] | None = None) -> go.Figure:

@@ -324,7 +324,7 @@ def project(
         fields: of every experiment.
 
     Raises:
-        Refused: if no arm can be projected; of several, those that cannot are named in the answer.
+        Refused: if the only arm cannot be projected; of several, those that cannot are named in the answer.
 
     Example:
         >>> project("671B_b200_x256", arm="mxfp8_deepep").frame()["arm"][0]
@@ -342,8 +342,6 @@ def project(
             if len(chosen.arms) == 1:
                 raise
             refused[one.arm] = str(error)
-    if not arms:
-        raise Refused("\n".join(f"{arm}: {why}" for arm, why in refused.items()))
     return Projected(arms=arms, refused=refused, name=chosen.name, asides=chosen.assumed)
 
 
@@ -467,9 +465,9 @@ def explain(
         told = f"compared with {experiment.arm}, which quantises and exchanges as the trace does"
         return replace(_compared(answer, experiment, calibration, fit), asides=(told,) if len(arms) > 1 else ())
     except MoelabError as error:
-        if against is not None:
+        if against is not None and (fit or not isinstance(error, Refused)):
             raise
-        return replace(answer, not_compared=f"not compared with the run's own prediction: {error}")
+        return replace(answer, not_compared=f"not compared with a prediction: {error}")
 
 
 def _ran(path: Path, against: Source | None, arm: str | None, fields: Mapping[str, Any]) -> list[Experiment]:

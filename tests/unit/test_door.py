@@ -144,6 +144,18 @@ def test_a_refusal_is_an_exception() -> None:
 # Runs and their progress
 
 
+def test_on_a_cpu_a_study_is_planned_and_each_arm_says_why_it_is_not_projected() -> None:
+    study = Study.of("mine", model="nano", ep=2, gpus_per_node=2, arms=["bf16", "mxfp8"], seeds=3)
+    assert plan(study).legal
+    answer = project(study)
+    assert (answer.exit_code, answer.arms, list(answer.refused)) == (3, {}, ["bf16_standard", "mxfp8_standard"])
+    for words in (str(answer), answer._repr_html_(), json.dumps(answer.to_json())):
+        assert words.count("hardware=, such as b200_x256") >= 2
+    with pytest.raises(Refused, match="bf16_standard is not projected: this machine"):
+        answer.breakdown_figure()
+    assert project(study, hardware="h200_node").tps > 0
+
+
 def test_notebooks_and_the_shell_have_one_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("notebooks", "papermill_params", "runs/00_start_here", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)

@@ -247,6 +247,11 @@ def _require_figures(experiment: Experiment, cluster: Cluster) -> None:
     if experiment.world_size > nvlink_ranks(experiment, node=cluster.node):
         wanted["nic_gb_s"] = cluster.node.nic_gb_s
     if missing := [name for name, figure in wanted.items() if figure is None]:
+        if cluster.name == "local":
+            raise Refused(
+                f"this machine ({gpu.name}) has no {', '.join(missing)} that a projection could take; name the GPUs "
+                "with hardware=, such as b200_x256, h200_x256, h100_x1024, gb200_nvl72_x4"
+            )
         raise BadInput(
             f"the profile {cluster.name} ({gpu.name}) has no {', '.join(missing)}, which a projection needs; name "
             "another with hardware=, such as b200_x256, h200_x256, h100_x1024, gb200_nvl72_x4"
@@ -394,13 +399,14 @@ def remarks(projection: Projection) -> list[str]:
 
 def arms_text(projections: Mapping[str, Projection], refused: Mapping[str, str]) -> str:
     """Arms beside each other, gains over the first, and why the ``refused`` ones are not projected."""
-    first = next(iter(projections.values())).tps
+    first = next(iter(projections.values())).tps if projections else 0.0
     table = [("arm", "tokens/s/GPU", "low", "high", "over the first", "")]
     for arm, one in projections.items():
         low, high = one.interval
         table.append((arm, f"{one.tps:,.0f}", f"{low:,.0f}", f"{high:,.0f}", f"{one.tps / first - 1:+.1%}", one.label))
     told = dict.fromkeys(words for one in projections.values() for words in remarks(one))  # each once
-    return "\n".join([*aligned(table), *told, *(f"{arm} is not projected: {why}" for arm, why in refused.items())])
+    lines = [*aligned(table), *told] if projections else []
+    return "\n".join([*lines, *(f"{arm} is not projected: {why}" for arm, why in refused.items())])
 
 
 def extrapolated(reason: str) -> str:
