@@ -314,3 +314,86 @@ def test_two_logs_are_compared_by_the_mean_of_their_last_steps(tmp_path: Path) -
     code, text = commanded("report", *map(str, LOGS), "--output", str(tmp_path / "page.html"))
     assert (code, text) == (0, f"{compared}\n")
     assert (tmp_path / "page.html").read_text().lower().startswith("<!doctype html>")
+
+
+# Public cases with their right answers
+
+TITAN = "[rank0]:[titan] 2026-09-14 0{}:00,000 - root - INFO - "
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "colours of 24 bits; a missing MFU is neither zero nor an error": (
+        TITAN.format("3:10") + "\x1b[31mstep: 1200  \x1b[32mloss:  3.18420  \x1b[38;2;180;60;0mgrad_norm:  0.2210  "
+        "\x1b[38;2;54;234;195mmemory: 151.07GiB(84.71%)  \x1b[34mtps: 12,846  \x1b[36mtflops: 1,034.57  "
+        "\x1b[35mmfu: N/A\x1b[39m\n",
+        {"step": [1200], "loss": [3.1842], "memory_gib": [151.07], "tps": [12846], "tflops": [1034.57], "mfu": [None]},
+    ),
+    "a restart repeats steps, whose later values stay": (
+        "\n".join(
+            TITAN.format(clock) + words
+            for clock, words in (
+                ("4:00", "Training starts at step 1"),
+                ("4:05", "step: 90  loss:  5.10000  grad_norm:  0.9000  memory: 90.00GiB(50.47%)  tps: 9,000"),
+                ("4:06", "step: 100  loss:  5.00000  grad_norm:  0.8500  memory: 90.00GiB(50.47%)  tps: 9,010"),
+                ("5:00", "Training starts at step 81"),
+                ("5:02", "step: 90  loss:  5.10200  grad_norm:  0.9010  memory: 90.10GiB(50.52%)  tps: 8,100"),
+                ("5:03", "step: 100  loss:  5.00100  grad_norm:  0.8510  memory: 90.10GiB(50.52%)  tps: 9,005"),
+            )
+        ),
+        {"step": [90, 100], "loss": [5.102, 5.001], "grad_norm": [0.901, 0.851]},
+    ),
+    "of a pipeline's ranks one has the loss, and the fullest the memory": (
+        "b200-a001: [rank0]:[titan] 2026-09-14 06:00:01,100 - root - INFO - step: 10  loss: -32.00000  "
+        "grad_norm:  1.1000  memory: 120.00GiB(67.29%)  tps: 4,000\n"
+        "b200-a029: [rank0]:[titan] 2026-09-14 06:00:01,140 - root - INFO - step: 10  loss:  7.20000  "
+        "grad_norm:  1.1000  memory: 131.00GiB(73.46%)  tps: 4,000\n",
+        {"step": [10], "loss": [7.2], "memory_gib": [131.0]},
+    ),
+    "lines of 2024, with wps and without a gradient norm": (
+        "[rank0]:2024-10-03 08:05:04,001 - root - INFO - step:  1  loss:  11.9500  memory: 44.53GiB(46.87%)  "
+        "wps: 5,783  mfu: 33.82%\n",
+        {"step": [1], "loss": [11.95], "tps": [5783], "mfu": [33.82], "grad_norm": [None]},
+    ),
+    "lines that a terminal wrapped": (
+        TITAN.format("1:20") + "step:  1  loss:\n7.60000  grad_norm:  3.6000  memory:  3.87GiB(2.17%)  tps: 90,013\n"
+        "tflops: 52.50  mfu: N/A\n",
+        {"step": [1], "loss": [7.6], "grad_norm": [3.6], "tps": [90013], "tflops": [52.5]},
+    ),
+}
+"""Logs of public reports with other numbers: what is printed, and columns of the rows that it has."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_public_log_is_read_as_its_report_says(tmp_path: Path, name: str) -> None:
+    text, columns = CASES[name]
+    (tmp_path / "train.log").write_text(text)
+    (run,) = collect(tmp_path / "train.log").to_json()["runs"]
+    rows = {row["step"]: row for row in run["rows"]}.values()  # a repeated step is in a later segment
+    assert {column: [row[column] for row in rows] for column in columns} == columns
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        # 256 experts, 61 layers, 256 GPUs; worked out by hand from TorchTitan's mesh
+        ({"pp": 16, "tp": 1, "ep": 32}, "16"),  # the region dp_shard x cp x tp has 16 ranks
+        ({"pp": 16, "tp": 1, "ep": 16}, ""),
+        ({"pp": 1, "tp": 1, "dp_replicate": 4, "ep": 128}, "64"),
+        ({"pp": 1, "tp": 1, "dp_replicate": 4, "ep": 64}, ""),
+        ({"pp": 32, "tp": 1, "ep": 8, "pp_schedule": "Interleaved1F1B"}, "64 stages"),
+        ({"pp": 32, "tp": 1, "ep": 8, "pp_schedule": "1F1B"}, ""),
+        ({}, ""),  # the published layout
+    ],
+)
+def test_a_layout_is_legal_or_says_why_not(fields: dict[str, Any], words: str) -> None:
+    answer = plan("671B_b200_x256", arm="bf16_standard", **fields)
+    assert answer.legal == (not words), answer.reasons
+    assert words in " ".join(answer.reasons)
+
+
+def test_the_published_layout_has_64_shards_and_four_of_experts() -> None:
+    layout = plan("671B_b200_x256", arm="bf16_standard").to_json()["layout"]
+    assert (layout["dp_shard"], layout["ep"], layout["efsdp"]) == (64, 32, 4)
+
+
+def test_a_backend_that_cannot_pad_names_those_that_can() -> None:
+    experiment = Experiment(precision="mxfp8", ep_backend="minimal_async_ep", ep=2, gpus_per_node=2)
+    assert any("those that do: standard, deepep, hybridep" in reason for reason in plan(experiment).reasons)
