@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import moelab
 from moelab import data
 from moelab.cli import main
 from moelab.errors import BadInput
+from moelab.experiment import Experiment
 from moelab.traces.categories import COMMUNICATION, COMPUTE, Context, category
 from moelab.traces.explanation import Explanation, explain, explanation_text
 from moelab.traces.trace import Collective, read_trace
@@ -511,6 +513,9 @@ def test_a_trace_of_a_cpu_is_the_operators_own_time(tmp_path: Path) -> None:
     }
     assert found.kernels_ms["other GEMMs"]["backward"] == pytest.approx(0.070)
     assert any("no GPU kernels" in note for note in found.notes)
+    (file,) = tmp_path.glob("*.json*")
+    beside = moelab.explain(file, against=Experiment(gpus_per_node=2, ep=2))
+    assert "note: not compared with a prediction: a projection is of GPUs" in str(beside)
 
 
 def test_a_long_file_is_never_in_memory(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from figure_support import title
 
 from moelab import data
 from moelab.cli import main
-from moelab.errors import BadInput
+from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
 from moelab.experiment_file import write_experiment
 from moelab.planning.project import project
@@ -209,7 +209,7 @@ def test_a_step_of_another_gpu_or_model_is_refused_before_a_part_is_blamed(steps
         (replace(one, products=products(one, crowded)), ran, "by 64 experts on this rank, the experiment has 8"),
     ):
         for call in (compare, fit):
-            with pytest.raises(BadInput, match=words):
+            with pytest.raises((BadInput, Refused), match=words):
                 call(trace, experiment)
     rows = compare(one, ran).rows
     for same in (replace(one, gpu=UNNAMED_GPU), replace(one, products=products(one, dense, grouped))):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.data import read_yaml
-from moelab.errors import BadInput
+from moelab.errors import BadInput, Refused
 from moelab.experiment import EPBackend, Experiment, Precision
 from moelab.experiment_file import parse
 from moelab.hardware import cluster_of, known_gpu
@@ -155,7 +155,7 @@ def _require_same_step(explanation: Explanation, experiment: Experiment) -> None
     # By the catalogue's names: a driver's has the memory's size and the form factor in it.
     gpu, traced = cluster_of(experiment.hardware).node.gpu.name, known_gpu(explanation.gpu or "")
     if explanation.gpu is None:
-        raise BadInput("a projection is of GPUs, and the trace has no GPU kernels: there is nothing to compare")
+        raise Refused("a projection is of GPUs, and the trace has no GPU kernels: there is nothing to compare")
     if explanation.gpu != UNNAMED_GPU and gpu != (traced.name if traced else explanation.gpu):
         raise BadInput(
             f"the trace is of {explanation.gpu}, the experiment's hardware ({experiment.hardware}) has {gpu}; "
