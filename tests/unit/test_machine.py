@@ -405,7 +405,7 @@ def test_a_plan_needs_no_memory_that_is_not_known(smi: Smi, tmp_path: Path, caps
         smi(row, row)
         assert cli.main(["plan", str(file), "--json"]) == 0
         plans.append(json.loads(capsys.readouterr().out))
-        assert cli.main(["project", str(file)]) == 2  # neither has NVLink between all GPUs
+        assert cli.main(["project", str(file)]) == 3  # neither has NVLink between all GPUs
     assert [(one["fits"], one["capacity_gib"]) for one in plans] == [(True, pytest.approx(40)), (None, None)]
     unknown = ["the memory of GRID A100X-40C is not known" in str(one["notes"]) for one in plans]
     assert unknown == [False, True]
