@@ -21,20 +21,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import pandas as pd
+
 from moelab.judge.arms import arm_label
 from moelab.judge.two_by_two import (
+    BASELINE,
+    CODE,
+    FUSED,
     STOCK,
     STOCK_CHECKPOINTING,
-    STOCK_SHORT,
     ArmResult,
     checkpointing_words,
-    remarks,
     shape_words,
     two_by_two_label,
 )
 
 DEEPEP = "bf16_deepep"
 GOAL_DEEPEP, GOAL_BEST = 1.10, 1.15
+STOCK_SHORT = "stock was short of memory"
 DEPTHS = {"671B MoE-heavy": 5, "671B, 10 MoE layers": 10}
 """MoE layers of two shapes that differ in nothing else."""
 
@@ -286,13 +290,32 @@ def layer_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def result_table(results: Sequence[ArmResult]) -> pd.DataFrame:
+    """All results, a row an arm; tokens/s per GPU, and × stock where stock was measured beside it."""
+    return pd.DataFrame(
+        {
+            "layers": shape_words(one.shape),
+            "checkpointing": one.activation_checkpoint,
+            "routing": one.routing.replace("_", " "),
+            "arm": one.label,
+            "tokens/s": round(one.tps),
+            "quartiles": f"{one.low:,.0f} to {one.high:,.0f}",
+            "× stock": None if one.ratio is None else round(one.ratio, 3),
+            "remark": remarks(one.stock, one.code, stock_short=one.stock_short),
+        }
+        for one in results
+    )
+
+
+def remarks(stock: str | None, code: str | None, *, stock_short: bool = False) -> str:
+    """What is not as in most rows: stock's setting, and the code."""
+    tiles = "stock with flex tiles" if stock not in (None, BASELINE) else ""
+    return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED), stock_short * STOCK_SHORT)))
+
+
 def finished(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The tables that the package has, from the rows of ``h100_two_by_two.json``."""
-    results = arm_results(rows)
+    """What the package has, from the rows of ``h100_two_by_two.json``."""
     return {
         "program": "benchmarks/validation/two_by_two.py",
-        "results": [asdict(one) for one in results],
-        "goals": goal_sentences(results),
-        "checkpointing": checkpointing_rows(rows),
-        "layers": layer_rows(rows),
+        "results": [asdict(one) for one in arm_results(rows)],
     }

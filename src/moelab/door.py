@@ -574,7 +574,7 @@ def submit(
     dry_run: bool = False,
     **fields: Any,
 ) -> Submitted:
-    """Submit to Slurm what a study still lacks; finished and queued runs are left alone.
+    """Submit to Slurm what a study still lacks; finished runs are left alone.
 
     Args:
         source: as of :func:`run`.
@@ -587,7 +587,7 @@ def submit(
         fields: of every experiment.
 
     Raises:
-        Refused: if the cluster or Slurm cannot take the study.
+        Refused: if the cluster or Slurm cannot take the study, or a run of it is queued already.
 
     Example:
         >>> done = submit("671B_b200_x256", cluster="nebius_soperator_b200", dry_run=True)
@@ -758,9 +758,7 @@ def report(
 
 def _planned_study(source: Source, runs: str | Path | None) -> Study | None:
     """The study that a source names, by itself or by its YAML; None of a path to runs or logs."""
-    if isinstance(source, Study | Experiment):
-        return read_study(source)
-    if Path(source).suffix in (".yaml", ".yml"):
+    if isinstance(source, Study | Experiment) or Path(source).suffix in (".yaml", ".yml"):
         return read_study(source)
     if _in_runs(source, runs).exists():
         return None

@@ -33,7 +33,7 @@ EMULATED: dict[str, Any] = {"ep_backend": "deepep", "ep_kernels": "emulated"}
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capability, "cores", lambda: 2)
-    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", *capability.MXFP8_MODULES))
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", *capability.kernels.MODULES))
 
 
 def why(devices: tuple[GpuInfo, ...], **fields: Any) -> list[str]:

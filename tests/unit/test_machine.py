@@ -263,7 +263,7 @@ SLOW, FAST = {"bf16_standard", "mxfp8_standard", "nvfp4_standard"}, {"fp8_standa
 def test_gpus_and_their_arms(
     smi: Smi, monkeypatch: pytest.MonkeyPatch, rows: list[str], found: str, advice: str, arms: set[str], mxfp8: str
 ) -> None:
-    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", *capability.MXFP8_MODULES))
+    monkeypatch.setattr(capability, "has_module", lambda name: name in ("triton", *capability.kernels.MODULES))
     smi(*rows)
     examined = examine()
     gpu = next(one for one in examined.findings if one.name == "GPUs")

@@ -269,7 +269,7 @@ def test_arms_that_are_one_on_this_machine_are_refused_when_they_would_train(
             run_study(study, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     nvidia_smi(monkeypatch, tmp_path, B200, B200)
-    monkeypatch.setattr(capability, "MXFP8_MODULES", {})  # with the packages of the native kernels
+    monkeypatch.setattr(capability.kernels, "MODULES", {})  # with the packages of the native kernels
     assert (refusals_of(kernels), refusals_of(places)) == ([], [])
     forget()
 

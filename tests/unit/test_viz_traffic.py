@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from figure_support import assert_says, notes, title, traces
-from validation.two_by_two import arm_results, checkpointing_rows, goal_sentences
+from validation.two_by_two import arm_results, checkpointing_rows, goal_sentences, result_table
 
 from moelab.errors import BadInput
 from moelab.judge import two_by_two
@@ -260,9 +260,9 @@ def test_tables_have_each_sides_best_and_say_when_stock_was_short_of_memory() ->
     cut = [row for row in BOTH if row["activation_checkpoint"] == "none" or row["arm"] == "bf16_standard"]
     assert {row["best arm"] for row in checkpointing_rows(cut)} == {"BF16 + DeepEP"}
     assert checkpointing_rows(FULL) == checkpointing_rows(BOTH[::2]) == []  # of the second, stock alone
-    assert two_by_two.result_table(arm_results(passes()[1::2]))["× stock"].isna().all()
+    assert result_table(arm_results(passes()[1::2]))["× stock"].isna().all()
     short = [row | {"allocator_retries": 2 * (row["arm"] == "bf16_standard")} for row in BOTH]
-    lines, results = goal_sentences(arm_results(short)), two_by_two.result_table(arm_results(short))
+    lines, results = goal_sentences(arm_results(short)), result_table(arm_results(short))
     assert results["× stock"].tolist() == [1.0, 1.25, 1.0, 1.1]
     assert lines[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
     assert not any("under the same" in line for line in lines)

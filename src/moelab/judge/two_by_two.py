@@ -9,11 +9,9 @@ combined, and writes ``data/two_by_two.json``, which is read here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import pandas as pd
 
 from moelab.data import read_json
 from moelab.judge.arms import arm_label
@@ -27,7 +25,6 @@ their experts in BF16 there, and ``fp8_deepep_dispatch-fp8`` its w2, because Tor
 of a weight where experts are spread over ranks (``spmd_types.shard``)."""
 FUSED = "fused FP8 experts"
 """What a reader sees for :data:`CODE`: an expert's three products are one FP8 function."""
-STOCK_SHORT = "stock was short of memory"
 STOCK_CHECKPOINTING = {"full+dispatch": "full"}
 """TorchTitan's checkpointing that an arm's own kind is held against."""
 SHAPE_WORDS = {
@@ -125,41 +122,3 @@ def measured_arms() -> list[ArmResult]:
 def current_results(results: Iterable[ArmResult]) -> list[ArmResult]:
     """Of results those whose experts multiplied in the format that the arm is named after, on real kernels."""
     return [one for one in results if one.code == CODE or (one.code is None and one.arm.startswith("bf16"))]
-
-
-def goal_lines() -> list[str]:
-    """The goals against what was measured, one sentence each, and another where stock was short of memory."""
-    return list(_finished()["goals"])
-
-
-def checkpointing_table() -> pd.DataFrame:
-    """Stock and the fastest arm under each checkpointing, with each side's best below them, in tokens/s per GPU."""
-    return pd.DataFrame(_finished()["checkpointing"])
-
-
-def layer_table() -> pd.DataFrame:
-    """What each arm gains on a MoE layer: the step of the deeper shape minus that of the shallower one."""
-    return pd.DataFrame(_finished()["layers"])
-
-
-def result_table(results: Sequence[ArmResult]) -> pd.DataFrame:
-    """All results, a row an arm; tokens/s per GPU, and × stock where stock was measured beside it."""
-    return pd.DataFrame(
-        {
-            "layers": shape_words(one.shape),
-            "checkpointing": one.activation_checkpoint,
-            "routing": one.routing.replace("_", " "),
-            "arm": one.label,
-            "tokens/s": round(one.tps),
-            "quartiles": f"{one.low:,.0f} to {one.high:,.0f}",
-            "× stock": None if one.ratio is None else round(one.ratio, 3),
-            "remark": remarks(one.stock, one.code, stock_short=one.stock_short),
-        }
-        for one in results
-    )
-
-
-def remarks(stock: str | None, code: str | None, *, stock_short: bool = False) -> str:
-    """What is not as in most rows: stock's setting, and the code."""
-    tiles = "stock with flex tiles" if stock not in (None, BASELINE) else ""
-    return ", ".join(filter(None, (tiles, (code or "").replace(CODE, FUSED), stock_short * STOCK_SHORT)))

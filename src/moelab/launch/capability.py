@@ -16,11 +16,9 @@ from moelab.hardware import cluster_of, gpu_from, gpu_of, has_gpus_of, has_nativ
 from moelab.layout import check, twins
 from moelab.machine import GpuInfo, GpusUnknown, cores, counted, gpus, has_module
 from moelab.model import count_parameters, shape_for
+from moelab.mxfp8 import kernels
 
 RANKS_PER_CORE = 4
-MXFP8_MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi", "cuda.bindings": "cuda-python"}
-"""What torchao 0.18.0's MXFP8 kernels import, and the package of each (``kernels/mxfp8/cute_utils.py`` there)."""
-MXFP8_INSTALL = ("apache-tvm-ffi", "cuda-python", "nvidia-cutlass-dsl==4.5.2", "nvidia-cutlass-dsl-libs-cu13==4.5.2")
 CPU_PARAMETERS = 1_000_000_000
 """More are refused on a CPU: a step would take minutes."""
 
@@ -82,11 +80,11 @@ def _lacking(experiment: Experiment, gpus_here: tuple[GpuInfo, ...]) -> Iterator
         )
     native = bool(gpus_here) and all(has_native_mxfp8(gpu.capability) for gpu in gpus_here)
     wants_native = experiment.precision is Precision.MXFP8 and experiment.mxfp8_kernels != "emulated"
-    missing = [package for module, package in MXFP8_MODULES.items() if not has_module(module)]
+    missing = [package for module, package in kernels.MODULES.items() if not has_module(module)]
     if native and wants_native and missing:
         yield (
-            f"precision is mxfp8: its native kernels need {', '.join(missing)}, not installed here: pip install "
-            f"{' '.join(MXFP8_INSTALL)}; or set mxfp8_kernels=emulated, for the numerics without the speed"
+            f"precision is mxfp8: its native kernels need {', '.join(missing)}, not installed here: "
+            f"{kernels.INSTALL}; or set mxfp8_kernels=emulated, for the numerics without the speed"
         )
     if not gpus_here and count_parameters(shape_for(experiment)).total > CPU_PARAMETERS:
         label = experiment.model_label

@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-import torch
-
 from moelab.errors import Refused
 from moelab.hardware import has_native_mxfp8
 from moelab.machine import version
 
 Kernels = Literal["native", "emulated"]
+MODULES = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi", "cuda.bindings": "cuda-python"}
+"""What torchao's check looks for, with the package of each. Here for those who ask before torch is loaded."""
 CUTEDSL = {"nvidia-cutlass-dsl": "4.5.2", "nvidia-cutlass-dsl-libs-base": "4.5.2"}
 """Packages and versions that torchao 0.18.0's description pins; its check looks for the packages alone."""
 INSTALL = (
@@ -47,6 +47,8 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
             f"mxfp8_kernels is 'native', but {problem}. Use 'emulated' (the numerics of MXFP8, slower than BF16) "
             "or 'auto' (native where it exists)."
         )
+    import torch
+
     # Emulated on a GPU that has the tensor cores, a run would look like one of the hardware.
     if torch.cuda.is_available() and has_native_mxfp8(torch.cuda.get_device_capability()[0]):
         raise Refused(
@@ -58,6 +60,8 @@ def resolve(requested: Literal["auto", "native", "emulated"]) -> Kernels:
 
 def why_not_native() -> str | None:
     """What stands between this process and native kernels, or None."""
+    import torch
+
     if not torch.cuda.is_available():
         return "this process has no CUDA device"
     major, minor = torch.cuda.get_device_capability()

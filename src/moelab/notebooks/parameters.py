@@ -383,11 +383,6 @@ class ConvergenceParameters(_Training):
         """Name of the arm that the others are held against: the first."""
         return self.to_study().arms[0]
 
-    @property
-    def study_folder(self) -> Path:
-        """Where the study's runs and report are."""
-        return Path(self.runs_dir, self.to_study().name)
-
 
 class ThroughputParameters(_Training):
     """Parameters of ``07_compare_throughput``."""

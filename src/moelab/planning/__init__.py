@@ -38,9 +38,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "tables": [
             "ONE_NODE",
             "error_table",
-            "goal_table",
             "left_open",
-            "not_predicted",
             "projected_two_by_two",
             "row_table",
             "validation_table",

@@ -113,16 +113,6 @@ def error_table() -> pd.DataFrame:
     return pd.DataFrame(_packaged()["errors"]).set_index("rows")
 
 
-def goal_table() -> pd.DataFrame:
-    """Goals that were set before the model was made, with what is reached."""
-    return pd.DataFrame(_packaged()["goals"]).set_index("goal")
-
-
-def not_predicted() -> pd.DataFrame:
-    """Figures of the same sources that are no rows: source, what, and why not."""
-    return pd.DataFrame(_packaged()["not_predicted"]).set_index("source")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One step of the way from the published arm to Megatron-Bridge's, and the projected tokens/s/GPU after it."""

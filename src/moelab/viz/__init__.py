@@ -11,7 +11,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
         "deepep": [
-            "exchange_table",
             "gather_bars",
             "operation_times",
             "quoted_bandwidths",

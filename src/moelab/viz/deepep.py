@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.judge.two_by_two import (
@@ -103,49 +101,6 @@ def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: 
 
 
 # --- measured exchanges ----------------------------------------------------------------------------------------------
-
-
-class FourExchanges(NamedTuple):
-    """A layer's four exchanges together, ms: of the standard all-to-all, and of the fastest other arm."""
-
-    standard_ms: float
-    fastest: str
-    fastest_ms: float
-
-
-def four_exchanges(rows: Iterable[Row]) -> FourExchanges | None:
-    """Medians of one size and routing, added up; None where the standard arm or all others lack an operation."""
-    medians = {(row["arm"], row["operation"]): row["us_median"] for row in rows}
-    sums_ms = {
-        arm: sum(medians[arm, operation] for operation in OPERATIONS) / 1e3
-        for arm in ARM_LOOKS
-        if all((arm, operation) in medians for operation in OPERATIONS)
-    }
-    standard_ms = sums_ms.pop("standard bf16", None)
-    if standard_ms is None or not sums_ms:
-        return None
-    fastest = min(sums_ms, key=sums_ms.__getitem__)
-    return FourExchanges(standard_ms, fastest, sums_ms[fastest])
-
-
-def exchange_table(measured: Measurement) -> pd.DataFrame:
-    """A layer's four exchanges together, standard and fastest: a row for each size and routing that has both."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in measured.rows:
-        if row.get("sms_chosen_by") != "caller":
-            groups.setdefault((row["size"], row["routing"]), []).append(row)
-    return pd.DataFrame(
-        {
-            "layer": size,
-            "routing": ROUTING_LABELS[routing],
-            "standard (ms)": round(four.standard_ms, 2),
-            "fastest (ms)": round(four.fastest_ms, 2),
-            "× as fast": round(four.standard_ms / four.fastest_ms, 2),
-            "fastest": ARM_LOOKS[four.fastest][0],
-        }
-        for (size, routing), rows in groups.items()
-        if (four := four_exchanges(rows))
-    )
 
 
 def payload_gb_s(row: Row) -> float:
