@@ -151,6 +151,15 @@ def test_memory_that_does_not_fit_says_so_and_an_unknown_capacity_is_no_line() -
     assert not figure.layout.shapes
 
 
+def test_the_line_of_what_a_gpu_has_crosses_no_number() -> None:
+    predicted = estimate(experiment(), layout(), B200)
+    predicted = replace(predicted, capacity_gib=1.03 * predicted.worst_gib)
+    figure = memory_bars(predicted, layout(), B200)
+    numbers = [one.x for one in figure.layout.annotations if one.text.startswith("<b>") and one.xanchor == "left"]
+    assert len(numbers) == len(predicted.by_stage)
+    assert not any(0.85 * predicted.capacity_gib < x < predicted.capacity_gib for x in numbers)
+
+
 # The explorer
 
 

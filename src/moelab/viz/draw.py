@@ -88,6 +88,7 @@ def bar_rows(
     row_px: float = 44,
     ends: Sequence[str] = (),
     diamonds: tuple[str, Sequence[float | None]] | None = None,
+    limit: float | None = None,
     width: int = NORMAL,
 ) -> go.Figure:
     """Horizontal bars, a row each, the first on top: stacked or in groups, named in the legend.
@@ -106,6 +107,7 @@ def bar_rows(
         row_px: height of a row.
         ends: text beside the end of each row's bars.
         diamonds: name and values of further marks, one in each row.
+        limit: value of a line across all rows, which no text beside a bar may meet.
         width: of the figure.
     """
     count = max((len(values) for values, _ in series.values()), default=0)
@@ -124,7 +126,10 @@ def bar_rows(
         figure.add_scatter(x=marks, y=rows, name=name, mode="markers", marker=DIAMOND, hovertemplate=hover)
     for place, text in enumerate(ends):
         end = sum(values[place] for values, _ in series.values())
-        write_beside(figure, max(end, (diamonds[1][place] or 0.0) if diamonds else 0.0), rows[place], text, px=9)
+        end = max(end, (diamonds[1][place] or 0.0) if diamonds else 0.0)
+        if limit is not None and end < limit < end + 0.2 * longest:
+            end = limit
+        write_beside(figure, end, rows[place], text, px=9)
     list_rows(figure, axis, barmode="group" if grouped else "stack", bargap=0.3)
     return legend_below(figure)
 

@@ -289,6 +289,7 @@ def memory_bars(memory: MemoryEstimate, layout: Layout, gpu: Gpu, *, width: int 
         note="predicted, not measured",
         row_px=min(64, max(18, 480 / len(stages))),
         ends=[f"<b>{stage.total_gib:.1f}</b>" for stage in stages],
+        limit=memory.capacity_gib if known else None,
         width=width,
     )
     if known:
