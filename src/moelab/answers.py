@@ -519,13 +519,29 @@ class Explained(Answer):
         """What each step is made of."""
         return viz.step_bars(self.steps, replayed=self.replayed)
 
-    def communication_figure(self) -> go.Figure:
-        """Communication by group: what compute hides of it, and what it does not."""
-        return viz.communication_bars(self.steps, replayed=self.replayed)
+    def communication_table(self) -> TableView:
+        """Communication by group, without barriers of tracing: what compute does not hide, and what is waiting."""
+        rows = [
+            {
+                "step": name,
+                "group": one.group,
+                "ms": one.ms,
+                "exposed (ms)": one.exposed_ms,
+                "waiting for other ranks (ms)": one.waiting_ms,
+            }
+            for name, step in self.steps.items()
+            for one in step.step_communication
+        ]
+        return _table(pd.DataFrame(rows).round(1), "communication of a step")
 
-    def idle_figure(self) -> go.Figure:
-        """Idle time by its cause and by what the host did."""
-        return viz.idle_bars(self.steps, replayed=self.replayed)
+    def idle_table(self) -> TableView:
+        """The longest idle times of each step by their cause and by what the host did, without barriers of tracing."""
+        gaps = [(name, gap) for name, step in self.steps.items() for gap in step.gaps[:5]]
+        rows = [
+            {"step": name, "cause": gap.cause, "the host": gap.where, "gaps": gap.count, "idle (ms)": gap.idle_ms}
+            for name, gap in gaps
+        ]
+        return _table(pd.DataFrame(rows).round(1), "why the GPU is idle, the longest first")
 
     def timeline_figure(self, layer: int | None = None, phase: str | None = None) -> go.Figure:
         """Kernels of the first step over time in lanes.
@@ -538,18 +554,6 @@ class Explained(Answer):
             BadInput: if the trace does not tell layers, or has no such layer or pass.
         """
         return viz.timeline(self.step, layer=layer, phase=phase, replayed=self.replayed)
-
-    def rate_figure(self) -> go.Figure:
-        """How fast the products of each step are, against the GPU's peak.
-
-        Raises:
-            BadInput: if nothing is known of what ran; as of :meth:`prediction_figure`.
-        """
-        from moelab.traces import gemm_rates
-
-        ran = {name: one.projection.experiment for name, one in self._predicted.items()}
-        rates = {name: gemm_rates(self.steps[name], experiment) for name, experiment in ran.items()}
-        return viz.rate_bars(rates, self.step.gpu, replayed=self.replayed)
 
     def prediction_figure(self) -> go.Figure:
         """Each part of the first step, measured and predicted.

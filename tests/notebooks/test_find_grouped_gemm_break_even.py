@@ -24,11 +24,11 @@ LARGE, SMALL = (work.case for work in published_work())
 
 def test_its_defaults_replay_stored_times(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert len(ran.titles()) == 3
+    assert len(ran.titles()) == 2
     assert len(ran.shown(WIDGET)) == 1
     titles = " ".join(ran.titles())
     assert "replayed: measured on NVIDIA H100" in titles
-    assert titles.count("predicted") >= 2
+    assert "predicted" in titles
     assert "replays stored times" in ran.printed
 
 

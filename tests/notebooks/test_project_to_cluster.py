@@ -22,7 +22,7 @@ NAME = "08_project_to_cluster"
 
 def test_its_defaults_show_what_it_says(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
-    assert len(ran.titles()) == 7
+    assert len(ran.titles()) == 2
     assert all("derived" in title for title in ran.titles())
     assert len(ran.shown(WIDGET)) == 1
     tables = " ".join(ran.shown("text/plain"))

@@ -17,7 +17,7 @@ from moelab.notebooks.batch import NotebookFailed
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
 from moelab.planning.time.traffic import METHODS, expected_rows, expected_traffic, move_time_s, simulate_rows
 from moelab.runs.expert_load import ExpertLoadFile
-from moelab.viz.traffic import TrafficExplorer, destination_histogram
+from moelab.viz.traffic import TrafficExplorer
 
 NAME = "03_route_tokens"
 NOTEBOOK = ROOT / "notebooks" / f"{NAME}.ipynb"
@@ -74,8 +74,6 @@ def test_a_measured_load_is_compared_and_drawn(tmp_path: Path) -> None:
     assert received_R / received_R.sum() == pytest.approx(shares_R, abs=0.01)
     explorer = TrafficExplorer(parameters.measured, **parameters.model_dump(exclude={"seed", "load"}))
     assert explorer.figure
-    names = {bars.name for bars in destination_histogram(parameters.to_compared(), PLACEMENT).data}
-    assert "measured-load" in names
     (tmp_path / "nothing").mkdir()
     with pytest.raises(BadInput, match="is not a run directory"):
         parameters_of(NAME, load=str(tmp_path / "nothing")).to_compared()

@@ -13,6 +13,7 @@ import pytest
 from figure_support import title
 
 from moelab import data
+from moelab.answers import Explained
 from moelab.cli import main
 from moelab.errors import BadInput, Refused
 from moelab.experiment import Experiment
@@ -26,9 +27,6 @@ from moelab.traces.trace import UNNAMED_GPU
 from moelab.viz.explain import (
     MOST_BARS,
     beside_predicted,
-    communication_bars,
-    idle_bars,
-    rate_bars,
     step_bars,
     timeline,
 )
@@ -277,20 +275,18 @@ def test_the_command_compares_fits_and_projects(
 
 def test_bars_are_the_steps_and_the_comparison(steps: dict[str, Step]) -> None:
     traces = {name: one for name, (one, _) in steps.items()}
-    figure, idle = step_bars(traces), idle_bars(traces, replayed=True)
+    figure = step_bars(traces, replayed=True)
     for place, one in enumerate(traces.values()):
         assert sum(trace.x[place] for trace in figure.data) == pytest.approx(one.span_ms)
-    assert [sum(bars.x) for bars in idle.data] == pytest.approx([one.idle_ms for one in traces.values()])
-    assert "replayed" in title(idle)
-    assert "DataLoader" in idle.data[0].y[0], "the longest"
-    shown, hidden, waiting = communication_bars(traces).data
-    groups = [one for step in traces.values() for one in step.step_communication]
-    assert [a + b for a, b in zip(shown.x, hidden.x, strict=True)] == pytest.approx([one.ms for one in groups])
-    assert list(waiting.x) == [one.waiting_ms for one in groups]
-    step = traces["two_h200_full_standard"]
-    alone = {"alone": replace(step, communication=(), gaps=(), busy_ms=step.span_ms)}
-    assert "No communication" in title(communication_bars(alone))
-    assert [*idle_bars(alone).data[0].x] == [0.0]
+    assert "replayed" in title(figure)
+    answer = Explained(steps=traces)
+    groups = [(one.ms, one.exposed_ms) for step in traces.values() for one in step.step_communication]
+    shown = answer.communication_table().frame.iloc[:, 2:4]
+    assert shown.to_numpy(dtype=float) == pytest.approx(np.array(groups), abs=0.06)
+    idle = answer.idle_table().frame
+    assert "DataLoader" in idle["the host"][0], "the longest"
+    longest = [gap.idle_ms for step in traces.values() for gap in step.gaps[:5]]
+    assert list(idle["idle (ms)"]) == pytest.approx(longest, abs=0.06)
     found = compare(*steps["four_h200_none_standard"])
     measured, predicted = beside_predicted(found).data
     assert list(measured.y) == [row.part for row in found.rows]
@@ -324,7 +320,5 @@ def test_rates_are_the_models_work_over_the_kernels_time(steps: dict[str, Step])
         experts = {row.phase: row.tflops for row in rates[name] if row.part == "expert GEMMs"}
         taken_ms = found.kernels_ms["expert GEMMs"]
         assert experts == pytest.approx({phase: flops[phase] / taken_ms[phase] / 1e9 for phase in flops})
-    figure = rate_bars(rates, "NVIDIA H200")
-    assert {note.text for note in figure.layout.annotations} == {"BF16 peak", "FP8 peak"}
     found, ran = steps["two_h200_full_standard"]
     assert gemm_rates(found, ran.model_copy(update={"pp": 2})) == []

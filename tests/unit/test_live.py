@@ -23,10 +23,8 @@ from figure_support import assert_says, notes, title
 from run_support import make_run
 
 from moelab.experiment import Experiment
-from moelab.judge.published import THROUGHPUT
 from moelab.launch.slurm import SlurmError
 from moelab.planning.plan import plan
-from moelab.runs import directory
 from moelab.runs.directory import RunDir
 from moelab.runs.follow import RankTable, StudyFollower
 from moelab.runs.status import State, Status
@@ -74,27 +72,6 @@ def test_lines_are_the_tables_and_a_long_run_is_thinned_up_to_its_last_step() ->
         assert drawn == dict(zip(("BF16 + DeepEP, seed 0", "MXFP8 + DeepEP, seed 0"), runs, strict=True))
     (line,) = live.run_curves(table(steps=100_000), "loss").data
     assert (len(line.x), line.x[-1], set(np.diff(line.x[:-1]))) == (live.MOST_POINTS + 1, 100_000, {200.0})
-
-
-@pytest.mark.parametrize(
-    ("models", "levels"),
-    [
-        ([{"model": "671B"}], [row.tps for row in THROUGHPUT]),
-        ([{"model": "16B"}], []),
-        ([{"model": "671B", "shape": {"n_layers": 40}}], []),  # an own shape is another model
-        ([{"model": "671B"}, {"model": "16B"}], []),
-    ],
-)
-def test_published_levels_stand_beside_the_671b_alone(
-    tmp_path: Path, models: list[dict[str, Any]], levels: list[float]
-) -> None:
-    for number, model in enumerate(models):
-        directory.create(tmp_path, experiment(**model, seed=number))
-    figure = dashboard(followed(tmp_path))["tps"]
-    assert [shape.y0 for shape in figure.layout.shapes] == levels
-    assert ("quoted (PyTorch and Nebius" in title(figure)) is bool(levels)
-    arms = ("BF16 + standard all-to-all", "BF16 + DeepEP", "MXFP8 + DeepEP")
-    assert notes(figure) == [f"quoted {tps:,.0f}: {arm}" for tps, arm in zip(levels, arms, strict=False)]
 
 
 def test_ranks_are_drawn_with_their_step_times_and_memory() -> None:

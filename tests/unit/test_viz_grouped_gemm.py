@@ -9,9 +9,9 @@ import pytest
 from figure_support import assert_says, title, traces
 
 from moelab.micro.grouped_gemm import GroupedPrecision, stored
-from moelab.planning.gemm_fit import expert_work, fit_b200, leave_one_out, published_work
+from moelab.planning.gemm_fit import expert_work, fit_b200, published_work
 from moelab.planning.time.gemm import gain, grouped_time_s
-from moelab.viz.grouped_gemm import gain_map, measured_speedups, predicted_speedups, step_parts
+from moelab.viz.grouped_gemm import gain_map, measured_speedups, step_parts
 
 RATES = fit_b200().rates()
 LARGE, SMALL = published_work()
@@ -66,9 +66,3 @@ def test_every_measured_speed_up_is_drawn_and_a_replay_says_so(replayed: bool) -
     rows = stored().rows  # more shapes than there are looks
     many = replace(stored(), rows=rows.assign(n=1 + rows.groupby(["m", "n", "k", "groups", "sizes"]).ngroup()))
     assert sum(len(trace.x) for trace in measured_speedups(many, "fp8", replayed=True).data) == len(table)
-
-
-def test_rows_within_the_goal_are_counted() -> None:
-    table = leave_one_out()
-    count = int(((table["left_out"] / table["measured"] - 1).abs() <= 0.1).sum())
-    assert_says(predicted_speedups(table), f"{count} of 8 rows", "quoted: torchao", "predicted")

@@ -1,8 +1,10 @@
-"""Figures of MXFP8 against the tables that they draw, the drawn path against TorchTitan and torchao, the explorer."""
+"""Figures of MXFP8 against the tables that they draw, notebook 01's path against torchao, the explorer."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,9 @@ from moelab.micro import numerics
 from moelab.micro.numerics import GroupedGemm, block_sqnr_db, first_numbers, measure, synthetic
 from moelab.mxfp8.formats import E4M3, E5M2, ELEMENTS, MX, NVFP4, SCALINGS
 from moelab.viz import mxfp8 as viz
-from moelab.viz.mxfp8 import BF16, DGRAD, FORWARD, MXFP8, PATH, WGRAD, Choice
+from moelab.viz.mxfp8 import Choice
 
+ROOT = Path(__file__).parents[2]
 TENSORS = {
     "easy": synthetic("gaussian", (64, 256)),
     "hard": synthetic("gaussian", (64, 256), outlier=2.0**14),
@@ -145,19 +148,21 @@ def test_the_path_says_of_every_product_which_axes_torchao_casts_along(monkeypat
     )
     output.backward(torch.randn_like(output))
     assert seen == [k, k, n, n, tokens, tokens]  # output: x, w; dgrad: gradient, w; wgrad: gradient, x
-    assert {(box.column, box.row): box.detail for box in PATH if box.fill == MXFP8} == {
-        (FORWARD, 4): "x along D · w along D",  # K of w1 and w3 is D, N is F
-        (DGRAD, 4): "gradient along F · w along F",
-        (WGRAD, 4): "gradient, x along tokens",
-        (FORWARD, 8): "h along F · w along F",  # K of w2 is F, N is D
-        (DGRAD, 8): "gradient along D · w along D",
-        (WGRAD, 8): "gradient, h along tokens",
-    }
+    # The table of notebook 01 says the same: K of w1 and w3 is D, N is F; of w2 K is F and N is D.
+    cells = json.loads((ROOT / "notebooks" / "01_quantise_to_mxfp8.ipynb").read_text())["cells"]
+    table = next(text for cell in cells if "| forward ↓ |" in (text := "".join(cell["source"])))
+    for row in (
+        "| **w1, w3**: x along D, w along D | **dgrad w1, w3**: gradient along F, w along F |",
+        "| **wgrad w1, w3**: gradient and x along the tokens",
+        "| **w2**: h along F, w along F | **dgrad w2**: gradient along D, w along D |",
+        "| **wgrad w2**: gradient and h along the tokens",
+        "| dispatch, BF16 or MXFP8 | dispatch backward, BF16 |",
+        "| combine, BF16; scores in FP32 | combine backward, BF16 or MXFP8 |",
+    ):
+        assert row in table
     # The all-to-alls that can be MXFP8 are those of torchao.
     assert callable(ep.a2a_dispatch_mxfp8_fwd_hp_bwd)
     assert callable(ep.a2a_combine_hp_fwd_mxfp8_bwd)
-    either = {(box.column, box.text) for box in PATH if "all-to-all" in box.text and box.fill != BF16}
-    assert either == {(FORWARD, "dispatch: all-to-all"), (DGRAD, "combine backward: all-to-all")}
 
 
 # The explorer

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from moelab.judge.published import GAINS, THROUGHPUT
 from moelab.judge.throughput import interaction
 from moelab.planning.project import GROUPS, Cost, project
-from moelab.planning.tables import GAIN, Change, projected_two_by_two, row_table, validation_table
+from moelab.planning.tables import row_table, validation_table
 from moelab.planning.trust import Estimate
 from moelab.titan.arms import named_arms
 from moelab.viz import projection as viz
 from moelab.viz.study import published_bars
-from moelab.viz.validation import error_strips
 
 PUBLISHED = named_arms()["dsv3_671b_mxfp8_deepep"]
 STAGES = {part: float(seconds) for seconds, part in enumerate((p for parts in GROUPS.values() for p in parts), start=1)}
@@ -52,11 +51,10 @@ def test_the_published_figure_has_the_printed_numbers_and_a_gap() -> None:
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
     total_s = sum(STAGES.values())
-    bars, labels = viz.step_breakdown(STAGES, measured_s=50.0, words="Words.").data
-    ends = np.add(bars.base, bars.x).tolist()
-    assert list(bars.base) == [0, *ends[:-2], 0]  # each begins where the last one ends
-    assert (ends[-2:], labels.text[-1].strip()) == ([total_s] * 2, f"{total_s:,.0f} s")
-    assert list(bars.x[:-1]) == sorted(STAGES.values(), reverse=True)
+    figure = viz.step_breakdown(STAGES, measured_s=50.0, words="Words.")
+    (bars,) = figure.data
+    assert list(bars.x) == [*sorted(STAGES.values(), reverse=True), total_s]
+    assert (bars.y[-1], notes(figure)[-1]) == ("whole step", f"{total_s:,.0f} s")
     parts = project(PUBLISHED).breakdown_s
     assert set(parts) == set(STAGES)
     figure = viz.arm_breakdowns({"bf16_standard": STAGES, "mxfp8_deepep": parts}, published_s={"bf16_standard": 80.0})
@@ -66,37 +64,6 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
     assert list(diamond.x) == [80.0, None]
     assert_says(figure, "derived: the step-time model", "Diamonds: published (quoted)")
     assert_says(viz.step_breakdown(STAGES, measured_s=50.0), "derived", "Dashed: the published step, 50 s (quoted)")
-
-
-def test_the_waterfall_ends_at_both_given_numbers() -> None:
-    changes = [Change(name="first", tps=100.0), Change(name="worse", tps=80.0), Change(name="better", tps=300.0)]
-    figure = viz.waterfall_bars(changes, quoted_first=90.0, quoted_last=310.0)
-    bars, labels, diamonds = figure.data
-    assert (list(bars.x), list(bars.base)) == ([100.0, -20.0, 220.0, 300.0], [0.0, 100.0, 80.0, 0.0])
-    assert list(diamonds.x) == [90.0, 310.0]
-    assert_says(figure, "derived between two quoted ends")
-    assert [text.replace("&nbsp;", "").strip() for text in labels.text] == [
-        "100 (quoted 90)",
-        "-20",
-        "+220",
-        "300 (quoted 310)",
-    ]
-
-
-@pytest.mark.parametrize("steps", [True, False])
-def test_a_strip_has_every_row_once_with_its_kind_and_names_the_worst(steps: bool) -> None:
-    rows = [row for row in validation_table() if (row.of == "step") is steps]
-    figure = error_strips(rows, "rows")
-    strips: dict[tuple[str, bool], list[float]] = {}
-    for row in rows:
-        strips.setdefault((row.source, row.of == "memory"), []).append(row.error)
-    assert [note.partition(": ")[0] for note in notes(figure)] == [
-        f"{max(errors, key=abs):+.1f}" for errors in strips.values()
-    ]
-    assert ("points" in figure.layout.xaxis.title.text) is any(row.unit == GAIN for row in rows)
-    outside = [row for row in rows if row.interval and not row.inside]
-    crosses = [len(trace.x) for trace in figure.data if trace.name.startswith("measured outside")]
-    assert (sum(len(trace.x) for trace in figure.data), sum(crosses)) == (len(rows), len(outside))
 
 
 def test_arms_beside_their_projection() -> None:
@@ -111,21 +78,6 @@ def test_arms_beside_their_projection() -> None:
     met = viz.arms_beside_projection(known, projected, known_words="quoted", words="Words.", fitted=True)
     assert_says(met, "found on the arms that are quoted, which is no test")
     assert_says(viz.arms_beside_projection({}, projected, known_words="measured", words="Words."), "derived")
-
-
-def test_gains_and_what_is_left_of_their_product() -> None:
-    two = projected_two_by_two()
-    (marks,) = (figure := viz.gains_and_interaction(two)).data
-    percents = {arm: [100 * (end - 1) for end in (one.low, one.value, one.high)] for arm, one in two.gains.items()}
-    arms = ("mxfp8_standard", "bf16_deepep", "mxfp8_deepep")
-    assert list(marks.x) == pytest.approx([*(percents[arm][1] for arm in arms), 100 * two.interaction.value])
-    assert marks.x[-1] - marks.error_x.arrayminus[-1] == pytest.approx(100 * two.interaction.low)
-    assert_says(figure, "these steps identify neither", "derived")
-    figure = viz.deepep_gain_by_routing(two, two, Estimate(value=26.0, low=-4.0, high=67.0))
-    low, value, _ = percents["bf16_deepep"]
-    assert list(figure.data[0].x) == pytest.approx([value, value, 26.0])
-    assert figure.data[0].error_x.arrayminus == pytest.approx((value - low, value - low, 30.0))
-    assert_says(figure, "gains anything from -4 to +67 %", "derived")
 
 
 def test_tables_have_gains_in_points_and_speed_gain_and_cost() -> None:

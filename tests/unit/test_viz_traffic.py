@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import statistics
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time import traffic as model
-from moelab.planning.time.routing import ExpertPlacement, RoutingModel, expected_destinations
+from moelab.planning.time.routing import ExpertPlacement, RoutingModel
 from moelab.viz import deepep
 from moelab.viz import traffic as viz
 from moelab.viz.theme import NARROW
@@ -36,27 +35,14 @@ REPLAYED = "measured elsewhere, replayed"
 # Traffic
 
 
-def test_a_tokens_way_is_drawn_for_each_method_and_step_by_step() -> None:
+def test_a_tokens_way_is_drawn_for_each_method() -> None:
     figure = viz.token_flow(FORCED, PUBLISHED, token=13)
     assert_says(figure, "8 experts on 1 GPU of 1 node", "2 nodes without", "one simulated token")
     ways = [note.rpartition("<br>")[2] for note in notes(figure)]  # the second straight to the rank
     assert ways == ["8 × network, 0 × NVLink", "1 × network, 0 × NVLink", "1 × network, 1 × NVLink"]
-    figure = viz.forwarding(RANDOM, PUBLISHED, sender=3, token=5)
-    far, near = (int(note.split("<br>")[1].split()[0]) for note in notes(figure)[:2])
-    assert notes(figure)[2].endswith(f"sums: {near} × NVLink, {far} × network")
-    assert_says(figure, "one simulated token")
-    with pytest.raises(BadInput, match="sender is 32; valid: 0 to 31"):
-        viz.forwarding(RANDOM, PUBLISHED, sender=32)
 
 
-def test_what_a_draw_sends_is_of_all_tokens_and_the_simulations() -> None:
-    figure = viz.destination_histogram([FORCED, LIMITED, RANDOM], PUBLISHED)
-    assert_says(figure, "simulated routing")
-    for routing in (FORCED, LIMITED, RANDOM):
-        mean = expected_destinations(routing, PUBLISHED)
-        bars = traces(figure, name=viz.ROUTING_LABELS[routing.kind])
-        assert [sum(bar.y) for bar in bars] == pytest.approx([100, 100])
-        assert [np.dot(bar.x, bar.y) / 100 for bar in bars] == pytest.approx([mean.ranks, mean.nodes], abs=0.05)
+def test_the_matrix_is_the_simulations() -> None:
     figure = viz.traffic_matrix(RANDOM, PUBLISHED, tokens=256, hidden=7168)
     counts = [model.simulate_rows(RANDOM, PUBLISHED, method, tokens=256) for method in model.METHODS]
     sent_mb = [(count.nvlink_SR + count.network_SR).sum() * 14336 / 1e6 for count in counts]
@@ -64,7 +50,7 @@ def test_what_a_draw_sends_is_of_all_tokens_and_the_simulations() -> None:
     assert_says(figure, "simulated routing")
 
 
-def test_bytes_by_degree_and_savings_by_routing_are_the_models() -> None:
+def test_bytes_by_degree_are_the_models() -> None:
     figure = viz.bytes_by_ep([RANDOM, FORCED], PUBLISHED, **SIZES)
     assert_says(figure, "derived, not measured")
     lines = {(trace.name, trace.yaxis): dict(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
@@ -73,15 +59,6 @@ def test_bytes_by_degree_and_savings_by_routing_are_the_models() -> None:
     network, nvlink = (lines["DeepEP, once per node, balanced random", axis] for axis in ("y", "y2"))
     assert (network["8"], network["32"], nvlink["32"]) == pytest.approx((0, sent.network / 1e9, sent.nvlink / 1e9))
     assert set(network) == {"2", "4", "8", "16", "32", "64"}
-    figure = viz.saving_by_routing([FORCED, LIMITED, RANDOM], PUBLISHED)
-    assert_says(figure, "2.2 to 8.0 times fewer copies on the network", "derived, not measured")
-    rows = model.expected_rows(expected_destinations(RANDOM, PUBLISHED), PUBLISHED, "deepep_hybrid")
-    drawn = {trace.name: (trace.y[2], trace.text[2]) for trace in figure.data}
-    assert drawn[viz.METHOD_LABELS["deepep_hybrid"]] == (pytest.approx(rows.network), "÷ 2.2")
-    assert drawn[viz.METHOD_LABELS["standard"]] == (6.0, "6.00")  # of eight copies a quarter stays in the node
-    assert figure.layout.yaxis.range[1] > 6
-    assert_says(viz.saving_by_routing([FORCED, RANDOM], ONE_NODE), "copies on NVLink")
-    assert_says(viz.saving_by_routing([FORCED], replace(ONE_NODE, ep=1)), "With one rank nothing travels")
 
 
 def test_the_explorer_bounds_times_by_the_wires_and_begins_where_it_is_told() -> None:
@@ -108,10 +85,8 @@ def test_passes_over_memory_add_up() -> None:
         model.EXPANDING: 100 * wide + padded * (2 * wide + low),
         model.EXPANDING_FP8: 100 * low + padded * low,
     }
-    figure = deepep.gather_bars(paths, hbm_tb_s=8, words="made up")
-    drawn = [sum(trace.x[place] for trace in figure.data) for place in range(len(paths))]
-    assert dict(zip(paths, drawn, strict=True)) == pytest.approx({path: each / 1e9 for path, each in moved.items()})
-    assert_says(figure, "derived, not measured")
+    found = {path: sum(one.moved_bytes for one in passes) for path, passes in paths.items()}
+    assert found == pytest.approx(moved)
 
 
 MADE_UP: dict[str, Any] = {
@@ -133,12 +108,8 @@ def exchanges(*, packaged: bool = False, **changes: Any) -> Measurement:
         for arm, us in (("standard bf16", 4000.0), ("deepep bf16 expanded", 2000.0))
         for operation in deepep.OPERATIONS
     ]
-    sweep = {**shared, "routing": "random_balanced", "layout": "expanded", "operation": "dispatch", "us_median": 2.0}
-    rows += [
-        {**sweep, "arm": f"deepep {sms} SMs", "sms": sms, "sms_chosen_by": by, "physical_bytes": 2e4 * sms}
-        for sms, by in ((8, "caller"), (32, "library"), (16, "caller"))
-    ]
-    rows.append({**rows[-1], "routing": "round_robin", "sms": 96, "sms_chosen_by": "library"})  # no sweep of these
+    sweep = {**shared, "routing": "random_balanced", "operation": "dispatch", "us_median": 2.0}
+    rows.append({**sweep, "arm": "deepep bf16 expanded", "sms": 8, "sms_chosen_by": "caller"})  # not training's
     rows.append({**shared, "routing": "round_robin", "arm": "deepep mxfp8 expanded", "error": "broke"})
     return Measurement(name=ALL_TO_ALL, content={**MADE_UP, "rows": rows, **changes}, packaged=packaged)
 
@@ -154,16 +125,6 @@ def test_exchanges_are_drawn_by_way_and_routing_and_say_where_they_are_from() ->
     assert list(standard.x) == [4.0] * 4 + [2.0] * 4
     assert standard.error_x.array == (0.05,) * 8
     assert not traces(figure, name="DeepEP expanding, MXFP8 dispatch")  # it failed
-    figure = deepep.sm_sweep(exchanges(packaged=True))
-    assert_says(figure, REPLAYED)
-    (line,) = figure.data  # in order, whatever the rows'
-    assert (list(line.x), list(line.y)) == ([8, 16, 32], [80.0, 160.0, 320.0])
-    assert notes(figure) == ["plain copy<br>400 GB/s"]
-    # The experiment's own file has no copies, and no sweep.
-    assert not notes(deepep.sm_sweep(exchanges(copies=None)))
-    swept = exchanges().rows[-4:-1]
-    own = exchanges(rows=[row for row in exchanges().rows if row not in swept])
-    assert_says(deepep.sm_sweep(own), "not in this measurement")
     # Every way that the experiment measures can be drawn.
     assert {arm.name for arm in (exchange.STANDARD, *exchange.DEEPEP)} == set(deepep.ARM_LOOKS)
     assert deepep.OPERATIONS == exchange.OPERATIONS
@@ -304,7 +265,7 @@ def test_two_by_two_draws_current_arms_with_quartiles_below_their_shapes() -> No
 def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     nothing = Measurement(name=name, content=None, packaged=True)
     assert not nothing.rows
-    for figure in (deepep.two_by_two_dots([], nothing), deepep.operation_times(nothing), deepep.sm_sweep(nothing)):
+    for figure in (deepep.two_by_two_dots([], nothing), deepep.operation_times(nothing)):
         assert not figure.data
         assert_says(figure, "not measured yet", f"benchmarks/results/{name}.json")
     script = nothing.stamp.split("benchmarks/")[1].split()[0]

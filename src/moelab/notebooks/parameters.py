@@ -259,7 +259,6 @@ class DispatchParameters(NotebookParameters):
     tokens: Tokens
     alignment: Literal[16, 32, 128]
     hardware: NodeProfile
-    sender: NotNegative
     token: Token
     measure: bool
     output: str

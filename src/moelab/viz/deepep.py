@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
@@ -19,12 +19,8 @@ from moelab.judge.two_by_two import (
     two_by_two_label,
 )
 from moelab.planning.measured import Measurement, Row
-from moelab.planning.time.exchange import QuotedBandwidth
-from moelab.planning.time.traffic import Pass, moved_gb, passes_ms
 from moelab.viz.draw import (
-    Look,
     bar_rows,
-    draw_limit,
     interval_marks,
     legend_below,
     list_rows,
@@ -36,17 +32,7 @@ from moelab.viz.traffic import ROUTING_LABELS
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
 """Of rows of exchanges; :mod:`moelab.micro.exchange`, which measures them, loads torch."""
-NIC_GB_S = 50.0
-"""One 400 Gb/s network card for each GPU, as all quoted systems have (NVIDIA ConnectX-7 datasheet)."""
-_PASSES: Mapping[str, Look] = {
-    "copy out": ("#0072B2", ""),
-    "gather": ("#56B4E9", ""),
-    "pad": ("#D55E00", ""),
-    "quantise": ("#E69F00", ""),
-}
 _OPERATIONS = dict(zip(OPERATIONS, ("dispatch fwd", "combine fwd", "combine bwd", "dispatch bwd"), strict=True))
-_LINES = dict(zip(OPERATIONS, (("#0072B2", 5), ("#D55E00", 5), ("#009E73", 2), ("#CC79A7", 2)), strict=True))
-"""Colour and width: ways there are broad and ways back thin, as they may lie on each other."""
 ARM_LOOKS = {
     "standard bf16": ("standard, BF16", "#0072B2"),
     "deepep bf16 expanded": ("DeepEP expanding", "#009E73"),
@@ -55,57 +41,7 @@ ARM_LOOKS = {
 }
 
 
-def quoted_bandwidths(rows: Sequence[QuotedBandwidth]) -> go.Figure:
-    """Published bandwidths whose bottleneck is the network, as they are counted and as the network card sees them."""
-    drawn = [row for row in rows if row.wire == "network"]
-    logical, seen = [row.dispatch_gb_s for row in drawn], [row.on_wire_gb_s(row.dispatch_gb_s) for row in drawn]
-    figure = bar_rows(
-        f"A quoted figure above {NIC_GB_S:.0f} GB/s is {min(seen):.0f} to {max(seen):.0f} GB/s on the wire",
-        [f"{one.version}, {one.gpu}, EP 8×{one.nodes}{f', {one.sms} SMs' if one.sms else ''}" for one in drawn],
-        {
-            "logical, quoted": (logical, ("#a9cfe8", "")),
-            "on the network, derived": (seen, ("#0072B2", "")),
-        },
-        "GB/s per GPU",
-        unit=":.1f GB/s",
-        numbers=".0f",
-        grouped=True,
-        subtitle="Dispatch bandwidth. Light: as DeepEP counts it, a token once for each node, its own node included. "
-        "Full: the share 1 − 1/N that leaves the node (derived). SMs: streaming multiprocessors used.",
-        note="quoted from DeepEP's README and docs/legacy.md",
-        row_px=46,
-    )
-    draw_limit(figure, NIC_GB_S, "400 Gb/s card", along="x")
-    return figure
-
-
-def gather_bars(paths: Mapping[str, Sequence[Pass]], *, hbm_tb_s: float, words: str) -> go.Figure:
-    """Bytes that each path passes over memory before the grouped GEMM, pass by pass.
-
-    Paths are of :func:`moelab.planning.time.traffic.gather_passes`; the bandwidth of the GPU's memory makes the time
-    beside each bar; ``words`` say in the subtitle what the sizes are.
-    """
-    totals_gb = {name: moved_gb(passes) for name, passes in paths.items()}
-    figure = bar_rows(
-        "Bytes over memory from the wire to the experts, pass by pass",
-        [name.replace(": ", ":<br>") for name in paths],
-        {step: ([moved_gb(passes, step) for passes in paths.values()], look) for step, look in _PASSES.items()},
-        "GB read and written",
-        unit=":.2f GB",
-        subtitle=f"Read and written in one layer's forward dispatch: {words}. At the end: time at {hbm_tb_s:g} TB/s.",
-        note="derived, not measured",
-        row_px=56,
-        ends=[f"<b>{total:.2f} GB</b>, {passes_ms(paths[name], hbm_tb_s):.2f} ms" for name, total in totals_gb.items()],
-    )
-    return figure.update_xaxes(range=[0, 1.35 * max(totals_gb.values())])
-
-
 # --- measured exchanges ----------------------------------------------------------------------------------------------
-
-
-def payload_gb_s(row: Row) -> float:
-    """What of an exchange crosses between ranks, over the time of the whole operation."""
-    return float(row["physical_bytes"] / row["us_median"] / 1e3)  # bytes a µs are 1e-3 GB/s
 
 
 def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
@@ -133,44 +69,6 @@ def operation_times(measured: Measurement, *, size: str = "") -> go.Figure:
         note=replayed(measured),
         row_px=20 + 11 * len(arms),
     )
-
-
-def sm_sweep(measured: Measurement, *, size: str = "") -> go.Figure:
-    """What DeepEP moves between ranks against the streaming multiprocessors that it is given.
-
-    The count that training takes is a point too.
-    """
-    counted = [row for row in _of_size(measured, size) if row.get("sms") and row.get("physical_bytes")]
-    lines: dict[tuple[str, ...], list[Row]] = {}
-    for row in sorted(counted, key=lambda row: int(row["sms"])):
-        lines.setdefault((row["operation"], row["precision"], row["routing"], row["layout"]), []).append(row)
-    lines = {of: line for of, line in lines.items() if any(row["sms_chosen_by"] == "caller" for row in line)}
-    if not lines:
-        return not_measured(measured, "Bandwidth against multiprocessors")
-    first = next(iter(lines.values()))[0]
-    figure = new_figure(
-        "Bandwidth of DeepEP by streaming multiprocessors",
-        subtitle=f"Payload that crosses, over the time of the whole operation; {_size_words(first)}, "
-        f"{ROUTING_LABELS[first['routing']]} routing. {measured.stamp}.",
-        note=replayed(measured),
-    )
-    for (operation, precision, *_), line in lines.items():
-        color, width = _LINES[operation]
-        figure.add_scatter(
-            x=[row["sms"] for row in line],
-            y=list(map(payload_gb_s, line)),
-            mode="lines+markers",
-            name=f"{_OPERATIONS[operation]}, {precision.upper()}",
-            line={"color": color, "dash": "solid" if precision == "bf16" else "dot", "width": width},
-            hovertemplate="%{y:.0f} GB/s",
-        )
-    if copies := (measured.content or {}).get("copies"):  # which notebook 04's own experiment does not measure
-        copy_gb_s = copies["between_ranks_gb_s"]
-        draw_limit(figure, copy_gb_s, f"plain copy<br>{copy_gb_s:.0f} GB/s")
-    ticks = sorted({row["sms"] for line in lines.values() for row in line})
-    figure.update_xaxes(title_text="streaming multiprocessors", tickvals=ticks)
-    figure.update_yaxes(title_text="GB/s between ranks", rangemode="tozero")
-    return legend_below(figure.update_layout(hovermode="x unified", showlegend=True))
 
 
 def _of_size(measured: Measurement, size: str) -> list[Row]:

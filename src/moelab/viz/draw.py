@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 
 import numpy as np
@@ -169,59 +168,6 @@ def over_steps(figure: go.Figure, y: str, **axis: object) -> go.Figure:
     return figure.update_layout(xaxis_title_text="step", yaxis={"title_text": y, **axis}, hovermode="x unified")
 
 
-def running_rows(
-    title: str,
-    rows: Sequence[str],
-    values: Sequence[float],
-    axis: str,
-    *,
-    labels: Sequence[str],
-    looks: Sequence[Look],
-    unit: str,
-    subtitle: str,
-    note: str = "",
-    row_px: int = 24,
-    points: Mapping[str, float] = MappingProxyType({}),
-    width: int = NORMAL,
-) -> go.Figure:
-    """Bars below each other, each beginning where the one above ends, and a last one of the whole from zero.
-
-    Labels stand left of bars that begin beyond the middle, and right of the others; ``points`` are further values of
-    rows, as diamonds. What else is as in :func:`bar_rows`.
-    """
-    figure = new_figure(title, subtitle=subtitle, note=note, height=130 + row_px * len(rows), width=width)
-    starts = [*accumulate(values[:-2], initial=0.0), 0.0]  # the whole stands on zero, as the first part does
-    form, _, words = unit.partition(" ")
-    figure.add_bar(
-        x=values,
-        y=rows,
-        base=starts,
-        orientation="h",
-        marker={"color": [color for color, _ in looks], "line": {"color": MUTED, "width": 1}},
-        marker_pattern={"shape": [hatch for _, hatch in looks]},
-        hovertemplate=f"%{{y}}: %{{x{form}}} {words}<extra></extra>",
-    )
-    left = [start > 0.5 * values[-1] for start in starts]
-    ends = [
-        min(start, start + value) if before else max(start, start + value, points.get(row, 0.0))
-        for row, start, value, before in zip(rows, starts, values, left, strict=True)
-    ]
-    figure.add_scatter(
-        x=ends,
-        y=rows,
-        mode="text",
-        text=[f"{'&nbsp;' * 3 * (row in points)} {text} " for row, text in zip(rows, labels, strict=True)],
-        textposition=["middle left" if before else "middle right" for before in left],
-        textfont_size=12,
-        hoverinfo="skip",
-    )
-    if points:
-        hover = f"quoted: %{{x{form}}} {words}<extra></extra>"
-        figure.add_scatter(x=[*points.values()], y=[*points], mode="markers", marker=DIAMOND, hovertemplate=hover)
-    figure.update_xaxes(range=[0, 1.2 * max(*ends, values[-1])])
-    return list_rows(figure, axis, showlegend=False, bargap=0.25)
-
-
 def error_bars(intervals: Sequence[tuple[float, float, float]], **look: object) -> dict[str, object]:
     """Bars from the low to the high end of intervals, each given as low, value and high; ``look`` goes to plotly."""
     return {
@@ -238,25 +184,6 @@ def interval_marks(
     """Values with their low and high ends, one in each row."""
     bars = error_bars(ends, color=color, thickness=1.5, width=5)
     return go.Scatter(x=[value for _, value, _ in ends], y=rows, error_x=bars, mode="markers", **options)
-
-
-def interval_rows(
-    title: str, rows: Mapping[str, tuple[float, float, float]], axis: str, *, subtitle: str, note: str
-) -> go.Figure:
-    """Values with their low and high ends in percent, one below the other, written beside, and a line at zero."""
-    figure = new_figure(title, subtitle=subtitle, note=note, height=130 + 56 * len(rows))
-    look = {
-        "marker": {"size": 10, "color": "#0072B2", "symbol": "square"},
-        "hovertemplate": "%{x:.2f} %<extra></extra>",
-    }
-    figure.add_trace(interval_marks(list(rows), list(rows.values()), color="#0072B2", **look))
-    for name, (low, value, high) in rows.items():
-        write_beside(figure, high, name, f"{value:.1f} % ({low:.1f} to {high:.1f})", px=8)
-    figure.add_vline(x=0, line={"color": MUTED, "width": 1.5})
-    ends = [end for row in rows.values() for end in row]
-    spread = max(ends) - min(*ends, 0)
-    figure.update_xaxes(range=[min(*ends, 0) - 0.06 * spread, max(ends) + 0.45 * spread])
-    return list_rows(figure, axis, showlegend=False)
 
 
 def write_beside(figure: go.Figure, x: float, y: object, text: str, *, px: int = 0, **font: object) -> None:

@@ -5,18 +5,16 @@ Steps are given by the name that stands beside their bars; ``replayed`` says tha
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.hardware import known_gpu
-from moelab.traces.against import Comparison, GemmRate
+from moelab.traces.against import Comparison
 from moelab.traces.categories import COMMUNICATION, STRAGGLERS
 from moelab.traces.explanation import Explanation, stretch_of
-from moelab.viz.draw import Look, bar_rows, draw_limit, legend_below
+from moelab.viz.draw import Look, bar_rows, legend_below
 from moelab.viz.theme import OTHER, WIDE, new_figure, plot_text, wrap
 
 TRACING = "barriers of tracing"
@@ -79,88 +77,6 @@ def answer_table(explained: Mapping[str, Explanation]) -> pd.DataFrame:
         rows.append((name, one.step_ms, *(100 * share for share in one.step_shares), look))
     headings = ["step", "time (ms)", "compute (%)", "exposed communication (%)", "idle (%)", "look first at"]
     return pd.DataFrame(rows, columns=headings).round(1)
-
-
-def communication_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Each step's communication by group: what compute hides of it, and what it does not."""
-    rows = [(name, one) for name, step in explained.items() for one in step.step_communication]
-    return bar_rows(
-        "Communication that compute hides, and what is left exposed" if rows else "No communication",
-        # Two lists make plotly's axis of two levels: the step, and below it the group.
-        [_labels(name for name, _ in rows), [plot_text(one.group) for _, one in rows]],
-        {
-            "exposed": ([one.exposed_ms for _, one in rows], ("#D55E00", "")),
-            "hidden behind compute": ([one.ms - one.exposed_ms for _, one in rows], (OTHER, "/")),
-        },
-        "ms",
-        unit=":.1f ms",
-        diamonds=("waiting for other ranks", [one.waiting_ms for _, one in rows]),
-        subtitle=f"One traced step each, {_ranks(explained)}, without barriers of tracing. Diamonds: what of it waits "
-        "for other ranks, seen on all ranks or, of one rank alone, what takes longer than the fastest of its kind.",
-        note=_known(replayed),
-        row_px=34,
-    )
-
-
-def idle_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
-    """Idle time by its cause and by what the host did, the longest first; what is shorter is one bar."""
-    of_place: Counter[tuple[str, str]] = Counter()
-    for step in explained.values():
-        of_place.update({(gap.cause, gap.where): gap.idle_ms for gap in step.gaps})
-    longest = [place for place, _ in of_place.most_common(CAUSES)]
-    series = {}
-    for number, (name, step) in enumerate(explained.items()):
-        idle_ms = {(gap.cause, gap.where): gap.idle_ms for gap in step.gaps}
-        values = [idle_ms.get(place, 0.0) for place in longest]
-        # Rounding may leave a sum of gaps a little above the idle time.
-        values.append(max(0.0, step.idle_ms - sum(values)))
-        series[plot_text(name)] = values, _STEPS[number % len(_STEPS)]
-    return bar_rows(
-        "Why the GPU is idle",
-        [*(wrap(f"{cause}: {_host_work(where)}", 36) for cause, where in longest), "all else"],
-        series,
-        "ms",
-        unit=":.1f ms",
-        grouped=True,
-        subtitle=f"One traced step each, {_ranks(explained)}, without barriers of tracing. A gap's cause, and what the "
-        "host did before it launched the kernel that ends the gap.",
-        note=_known(replayed),
-        row_px=34 + 14 * len(explained),
-    )
-
-
-def _host_work(where: str) -> str:
-    """What the host did, without the names that Python and autograd put around it."""
-    if "DataLoader" in where:
-        return "loading the next batch (DataLoader)"
-    work = where.removeprefix("autograd::engine::evaluate_function: ")
-    return work if len(work) <= 52 else f"{work[:51]}…"
-
-
-def rate_bars(rates: Mapping[str, Sequence[GemmRate]], gpu: str, *, replayed: bool = False) -> go.Figure:
-    """What matrix products reach, beside the peaks of the datasheet of the GPU, which is named as in the trace."""
-    products = dict.fromkeys(f"{one.part}, {one.phase}" for row in rates.values() for one in row)
-    reached = {name: {f"{one.part}, {one.phase}": one.tflops for one in row} for name, row in rates.items()}
-    figure = bar_rows(
-        "What matrix products reach in a traced step",
-        list(products),
-        {
-            plot_text(name): ([row.get(product, 0.0) for product in products], look)
-            for (name, row), look in zip(reached.items(), _STEPS * len(reached), strict=False)
-        },
-        "TFLOP/s",
-        unit=":,.0f TFLOP/s",
-        grouped=True,
-        subtitle="One traced step each: the model's work with balanced routing over the time of the kernels; "
-        "recomputation is left out. Dashed: the datasheet's dense peaks.",
-        note=_known(replayed),
-        row_px=30 + 16 * len(rates),
-    )
-    known, most = known_gpu(gpu), max(max(row.values()) for row in reached.values())
-    for name, peak in {"BF16": known.bf16_tflops, "FP8": known.fp8_tflops}.items() if known else ():
-        if peak and float(peak) < 2.2 * most:  # a peak far above all bars would flatten them
-            draw_limit(figure, float(peak), f"{name} peak", along="x")
-    return figure
 
 
 def beside_predicted(compared: Comparison, *, replayed: bool = False) -> go.Figure:

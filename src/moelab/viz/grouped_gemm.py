@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import plotly.graph_objects as go
 
 from moelab.micro.grouped_gemm import Case, GroupedGemmResult, GroupedPrecision
-from moelab.planning.gemm_fit import GOAL, ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
+from moelab.planning.gemm_fit import ExpertWork, Fit, break_even, estimate, expert_work, fit_b200, fit_h100
 from moelab.planning.time.gemm import Kind, Rates, gain, grouped_parts, grouped_time_s, seconds_by_kind
-from moelab.viz.draw import Look, bar_rows, legend_below, list_rows
-from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, OTHER, WIDE, counted, new_figure
+from moelab.viz.draw import Look, bar_rows, legend_below
+from moelab.viz.theme import INK, MUTED, NARROW, ON_LIGHT, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, Menu
 
 LABELS: dict[str, str] = {
@@ -75,28 +74,6 @@ def measured_speedups(result: GroupedGemmResult, precision: GroupedPrecision, *,
     names = {"tickvals": ticks, "ticktext": [f"{m // 1024}k" for m in ticks]}
     figure.update_xaxes(title_text="rows M of all groups", type="log", **names)
     return legend_below(figure.update_yaxes(title_text="BF16 time / 8-bit time"))
-
-
-def predicted_speedups(table: pd.DataFrame) -> go.Figure:
-    """Eight rows of torchao: measured beside predicted, with the goal of ±10 % as a bar around the measured value."""
-    figure = new_figure(
-        f"{int(table['left_out_within'].sum())} of {len(table)} rows are predicted within the goal of 10 %",
-        subtitle="grey bars: measured speed-up ± 10 %; each row is predicted by a fit on all other figures (left out), "
-        "and by the fit on the rows with 8 groups (split)",
-        note="quoted: torchao on one B200, torchao 0.14, torch 2.10; predicted by a model",
-        height=440,
-    )
-    # Of cases such as "grouped 16384×2048×1408, 8 groups".
-    parts = table["case"].str.extract(r"×(\d+)×(\d+), (\d+) ")
-    names = [f"N {n}, K {k}, {counted(int(groups), 'group')}" for n, k, groups in parts.itertuples(index=False)]
-    goal = {"x": (2 * GOAL * table["measured"]).tolist(), "base": (1 - GOAL) * table["measured"], "width": 0.55}
-    figure.add_bar(y=names, **goal, name="measured ± 10 %", orientation="h", marker_color=OTHER, hoverinfo="skip")
-    looks = {"measured": (INK, "line-ns-open"), "left_out": ("#D55E00", "diamond"), "split": ("#0072B2", "circle-open")}
-    for column, (color, symbol) in looks.items():
-        marker = {"color": color, "symbol": symbol, "size": 16 if column == "measured" else 11, "line": {"width": 2}}
-        name = column.replace("_", " ")
-        figure.add_scatter(y=names, x=table[column].round(3), name=name, mode="markers", marker=marker)
-    return legend_below(list_rows(figure, "BF16 time / MXFP8 time"))
 
 
 def step_parts(case: Case, rates: Rates) -> go.Figure:

@@ -35,7 +35,6 @@ from moelab.errors import MoelabError
 from moelab.experiment import Experiment
 from moelab.judge.arms import arm_label
 from moelab.judge.curves import thinned
-from moelab.judge.published import SOURCE, THROUGHPUT, THROUGHPUT_SETUP
 from moelab.launch.status import refresh
 from moelab.privacy import without_secrets
 from moelab.runs import directory
@@ -47,7 +46,7 @@ from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.runs.table import VALUE_COLUMNS
 from moelab.viz.draw import legend_below, list_rows, write_beside
-from moelab.viz.theme import GRID, INK, VEIL, WIDE, arm_styles, counted, new_figure, plot_text
+from moelab.viz.theme import GRID, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
 
 MOST_POINTS: Final = 500
@@ -78,12 +77,11 @@ def dashboard(follower: StudyFollower, *, shown: int = -1, note: str = "") -> di
     """
     one = follower.runs[shown] if follower.runs else None
     ranks, name = (one.rank_table, label(one.now)) if one else (RankTable.empty(), "no run yet")
-    models = {run.model for run in follower.runs}
     figures = {
         "states": run_states([run.now for run in follower.runs], note=note),
         "step_times": rank_step_times(ranks, name=name, note=note),
         "loss": run_curves(follower.rows, "loss", note=note),
-        "tps": run_curves(follower.rows, "tps", published=models == {THROUGHPUT_SETUP.model}, note=note),
+        "tps": run_curves(follower.rows, "tps", note=note),
         "rank_memory": rank_memory(ranks, name=name, note=note),
     }
     for figure in figures.values():
@@ -113,21 +111,14 @@ def run_states(runs: Sequence[RunNow], *, note: str = "") -> go.Figure:
     return list_rows(figure, showlegend=False, barmode="overlay")
 
 
-def run_curves(rows: pd.DataFrame, column: str, *, published: bool = False, note: str = "") -> go.Figure:
-    """A quantity over steps as it was logged, a line a run; seeds of an arm share colour and dash.
-
-    Args:
-        rows: metrics table of all runs, a step of each once.
-        column: ``loss`` or ``tps`` (of a rank, which is a GPU or a process).
-        published: draw the published levels too, as quoted.
-        note: for the title.
-    """
+def run_curves(rows: pd.DataFrame, column: str, *, note: str = "") -> go.Figure:
+    """``loss`` or ``tps`` over steps as it was logged, a line a run; seeds of an arm share colour and dash."""
     title, axis, options = _CURVES[column]
     known = rows[rows[column].notna()]
     count = known["run"].nunique()
     figure = new_figure(
         f"{title}, as logged" if count else f"{title}: nothing logged yet",
-        subtitle=f"n = {counted(count, 'run')}.{f' Dotted: quoted ({SOURCE}).' * published}",
+        subtitle=f"n = {counted(count, 'run')}.",
         note=note,
         height=300,
         width=HALF,
@@ -145,13 +136,6 @@ def run_curves(rows: pd.DataFrame, column: str, *, published: bool = False, note
             marker=style.marker(7 if len(run) <= 30 else 1),
             hovertemplate=f"{name}<br>step %{{x}}: %{{y:.6~g}}<extra></extra>",
         )
-    for place, row in enumerate(THROUGHPUT if published else ()):
-        style = arm_styles([row.arm])[row.arm]
-        words = {"text": f"quoted {row.tps:,.0f}: {style.label}", "font": {"size": 12, "color": INK}, "bgcolor": VEIL}
-        line, corner = {"color": style.color, "width": 1.5, "dash": "dot"}, "bottom left" if place < 2 else "top left"
-        figure.add_hline(y=row.tps, line=line, annotation=words, annotation_position=corner)
-        # A shape does not stretch the axis, a point that is not seen does.
-        figure.add_scatter(x=[None], y=[row.tps], mode="markers", showlegend=False, hoverinfo="skip")
     figure.update_xaxes(title_text="step").update_yaxes(title_text=axis, **options)
     return legend_below(figure.update_layout(showlegend=True))
 

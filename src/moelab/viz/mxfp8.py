@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import plotly.graph_objects as go
 
 from moelab.errors import BadInput
 from moelab.viz.draw import legend_below, list_rows, panels
-from moelab.viz.theme import GRID, INK, MUTED, NARROW, WARNING, WIDE, new_figure
+from moelab.viz.theme import MUTED, NARROW, WARNING, WIDE, new_figure
 from moelab.viz.widget import Explorer, Menu, Slider
 
 if TYPE_CHECKING:
@@ -246,120 +245,3 @@ class QuantisationExplorer(Explorer):
         for name in ("block", "scaling"):
             self.controls[name].disabled = chosen["element"] == "e2m1"
         return "", quantisation_figure(Choice(**chosen))
-
-
-# The path of a token through a layer: after figure 1 of the article of PyTorch and Nebius (March 2026), drawn anew from
-# what TorchTitan 0.3.0 (``models/common/moe.py``, ``token_dispatcher.py``) and torchao 0.18
-# (``prototype/moe_training/mxfp8_grouped_mm.py``, ``ep/``) do. Three columns: forward runs down, and backward runs up,
-# its gradients of inputs beside those of weights.
-
-BF16, FP32, MXFP8, EITHER = "#d3e6f3", GRID, "#f6c9ad", "#fbeee6"
-_PLAIN = {"color": MUTED, "width": 1}
-_EDGES = {
-    MXFP8: {"color": "#D55E00", "width": 1.6},
-    EITHER: {"color": "#D55E00", "width": 1, "dash": "dash"},
-}
-"""Edges of boxes by what fills them; of the others they are plain."""
-_LEGEND = (
-    (4, MXFP8, "both operands MXFP8"),
-    (196, BF16, "BF16"),
-    (300, EITHER, "BF16, or MXFP8 by torchao's all-to-all"),
-    (600, FP32, "FP32"),
-)
-FORWARD, DGRAD, WGRAD = (0, 252), (266, 518), (532, 740)
-"""Left and right edge of each column, px."""
-ROW_PX, GAP_PX = 44, 16
-
-
-class Box(NamedTuple):
-    """A step of the path: its column, its row from the top, its colour and its lines."""
-
-    column: tuple[int, int]
-    row: int
-    fill: str
-    text: str
-    detail: str
-
-
-PATH = (
-    Box(FORWARD, 0, BF16, "token x", "(T, D)"),
-    Box(FORWARD, 1, FP32, "router: gate, scores, top-k", "never quantised"),
-    Box(FORWARD, 2, EITHER, "dispatch: all-to-all", "to the ranks of its experts"),
-    Box(FORWARD, 3, BF16, "routed x", "(M, D), one expert after another"),
-    Box(FORWARD, 4, MXFP8, "grouped GEMM w1, w3", "x along D · w along D"),
-    Box(FORWARD, 5, BF16, "gate a, up u", "(M, F)"),
-    Box(FORWARD, 6, BF16, "SwiGLU: silu(a) · u", "elementwise"),
-    Box(FORWARD, 7, BF16, "hidden h", "(M, F)"),
-    Box(FORWARD, 8, MXFP8, "grouped GEMM w2", "h along F · w along F"),
-    Box(FORWARD, 9, BF16, "expert output y", "(M, D)"),
-    Box(FORWARD, 10, BF16, "combine: all-to-all", "scores multiplied in FP32"),
-    Box(FORWARD, 11, BF16, "output", "(T, D), with shared experts"),
-    Box(DGRAD, 0, BF16, "gradient of x", "(T, D)"),
-    Box(DGRAD, 2, BF16, "dispatch backward: all-to-all", "sums over a token's experts"),
-    Box(DGRAD, 3, BF16, "gradient of routed x", "(M, D), of w1 plus of w3"),
-    Box(DGRAD, 4, MXFP8, "dgrad w1, w3", "gradient along F · w along F"),
-    Box(DGRAD, 5, BF16, "gradients of a, u", "(M, F)"),
-    Box(DGRAD, 6, BF16, "SwiGLU backward", "elementwise"),
-    Box(DGRAD, 7, BF16, "gradient of h", "(M, F)"),
-    Box(DGRAD, 8, MXFP8, "dgrad w2", "gradient along D · w along D"),
-    Box(DGRAD, 9, BF16, "gradient of y", "(M, D)"),
-    Box(DGRAD, 10, EITHER, "combine backward: all-to-all", "scores multiplied in FP32"),
-    Box(DGRAD, 11, BF16, "gradient of output", "(T, D)"),
-    Box(WGRAD, 4, MXFP8, "wgrad w1, w3", "gradient, x along tokens"),
-    Box(WGRAD, 5, FP32, "weights, Adam", "FP32 master, sharded"),
-    Box(WGRAD, 8, MXFP8, "wgrad w2", "gradient, h along tokens"),
-    Box(WGRAD, 9, FP32, "weights, Adam", "FP32 master, sharded"),
-)
-
-
-def mxfp8_path() -> go.Figure:
-    """What is quantised where on the way of a token's activations through an MXFP8 MoE layer, forward and backward."""
-    height = max(_top(box.row) for box in PATH) + ROW_PX
-    figure = new_figure(
-        "MXFP8 enters at nine products and is gone after each; all between them stays BF16",
-        subtitle="T tokens, M routed rows, D model and F expert width. A GEMM casts its operands from BF16 along the "
-        "axis it sums over, and returns BF16. TorchTitan 0.3.0, torchao 0.18.",
-        height=height + 148,
-    )
-
-    def write(text: str, x: float, y: float, *, anchor: str = "center", color: str = INK) -> None:
-        font = {"size": 13, "color": color}
-        figure.add_annotation(text=text, x=x, y=y, xanchor=anchor, showarrow=False, font=font, align="center")
-
-    def draw_arrow(start: tuple[float, float], end: tuple[float, float]) -> None:
-        ends = {"x": end[0], "y": end[1], "ax": start[0], "ay": start[1], "axref": "x", "ayref": "y"}
-        look = {"arrowhead": 2, "arrowsize": 1, "arrowwidth": 1.6, "arrowcolor": MUTED}
-        figure.add_annotation(text="", showarrow=True, **ends, **look)
-
-    for box in PATH:
-        (left, right), top = box.column, _top(box.row)
-        edges = {"x0": left, "x1": right, "y0": top, "y1": top + ROW_PX, "layer": "below"}
-        figure.add_shape(type="rect", fillcolor=box.fill, line=_EDGES.get(box.fill, _PLAIN), **edges)
-        text = f"<b>{box.text}</b><br><span style='font-size:12px'>{box.detail}</span>"
-        write(text, (left + right) / 2, top + ROW_PX / 2)
-    for column, down in ((FORWARD, True), (DGRAD, False)):
-        x = sum(column) / 2
-        for upper, lower in pairwise(_top(box.row) for box in PATH if box.column == column):
-            ends = [(x, upper + ROW_PX), (x, lower)]
-            draw_arrow(*(ends if down else ends[::-1]))
-    # Wgrad takes the gradient that comes from below and the activation kept from the forward pass.
-    for row in (4, 8):
-        x, bottom = sum(WGRAD) / 2 + 20, _top(row) + ROW_PX
-        draw_arrow((DGRAD[1], _top(row + 1) + 10), (WGRAD[0] + 24, bottom))
-        draw_arrow((x, bottom), (x, bottom + GAP_PX))
-    write("x, h kept from forward;<br>wgrad may stay BF16", WGRAD[0] + 104, _top(3) + 26, color=MUTED)
-    for column, text in ((FORWARD, "forward ↓"), (DGRAD, "backward ↑"), (WGRAD, "weight gradients")):
-        write(f"<b>{text}</b>", sum(column) / 2, -16)
-    y = height + 34
-    for x, filled, text in _LEGEND:
-        line = {"dash": "solid", **_EDGES.get(filled, _PLAIN), "width": 1}
-        figure.add_shape(type="rect", x0=x, x1=x + 18, y0=y - 9, y1=y + 9, fillcolor=filled, line=line)
-        write(text, x + 24, y, anchor="left")
-    hidden = {"visible": False, "fixedrange": True}
-    figure.update_xaxes(**hidden, range=[-4, 744]).update_yaxes(**hidden, range=[height + 52, -30])
-    return figure.update_layout(margin={"l": 8, "r": 8, "b": 6}, showlegend=False, hovermode=False)
-
-
-def _top(row: int) -> int:
-    """Upper edge of a row of boxes, px from the top of the drawing."""
-    return row * (ROW_PX + GAP_PX)

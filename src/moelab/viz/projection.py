@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
@@ -28,16 +27,13 @@ from moelab.planning.project import (
     project,
     step_s,
 )
-from moelab.planning.tables import Change, TwoByTwo
 from moelab.planning.trust import Estimate
 from moelab.viz.draw import (
     Look,
     bar_rows,
-    interval_rows,
-    running_rows,
 )
 from moelab.viz.table import TableView, as_table
-from moelab.viz.theme import INK, NARROW, OTHER, WIDE, in_order, wrap
+from moelab.viz.theme import INK, NARROW, WIDE, wrap
 from moelab.viz.widget import Explorer, Menu, Slider
 
 _GROUP_COLORS = ("#0072B2", "#56B4E9", "#CC79A7", "#F0E442", "#D55E00", "#E69F00", "#BBBBBB")
@@ -52,7 +48,7 @@ def step_breakdown(
     words: str = "",
     width: int = WIDE,
 ) -> go.Figure:
-    """One step from zero to its whole, the longest part first.
+    """Parts of one step, the longest first, and the whole.
 
     Args:
         parts_s: seconds by part.
@@ -66,18 +62,20 @@ def step_breakdown(
     parts["whole step"] = step_s(parts_s)
     spread = {name: f" ({_seconds(one.low)} to {_seconds(one.high)})" for name, one in (ranges or {}).items()}
     quoted = f" Dashed: the published step, {measured_s:,.0f} s (quoted)." if measured_s else ""
-    figure = running_rows(
+    figure = bar_rows(
         f"Where the {_seconds(parts['whole step'])} s of a step go",
         list(parts),
-        list(parts.values()),
+        {"": (list(parts.values()), ("#56B4E9", ""))},
         "seconds of a step",
-        labels=[f"{_seconds(value)} s{spread.get(name, '')}" for name, value in parts.items()],
-        looks=[("#56B4E9", "")] * (len(parts) - 1) + [(OTHER, "")],
         unit=":.2f s",
-        subtitle=f"{words} The busiest pipeline rank; every bar begins where the one above ends.{quoted}",
+        subtitle=f"{words} The busiest pipeline rank, the longest part first.{quoted}",
         note=NOTE,
+        row_px=24,
+        ends=[f"{_seconds(value)} s{spread.get(name, '')}" for name, value in parts.items()],
+        limit=measured_s,
         width=width,
     )
+    figure.update_xaxes(range=[0, 1.2 * parts["whole step"]]).update_layout(showlegend=False)
     if measured_s:
         figure.add_vline(x=measured_s, line={"color": INK, "dash": "dash", "width": 1.5})
     return figure
@@ -94,20 +92,11 @@ def arm_breakdowns(
     """Steps of several arms as stacked bars of seconds, published whole steps as diamonds; ``words``: of what steps."""
     totals = {arm: step_s(parts) for arm, parts in parts_s.items()}
     of_arms = {arm: group_s(parts) for arm, parts in parts_s.items()}
-    first, fastest = next(iter(totals)), min(totals, key=totals.__getitem__)
-    title = f"{arm_label(first)}: {totals[first]:,.0f} s a step"
-    if fastest != first:  # what sets it apart from the first, in the whole seconds that the bars show
-        saved = {name: round(of_arms[first][name]) - round(of_arms[fastest][name]) for name in GROUPS}
-        most = max(saved, key=saved.__getitem__)
-        title = (
-            f"{arm_label(fastest)} saves {round(totals[first]) - round(totals[fastest]):,} of {totals[first]:,.0f} s, "
-            f"{saved[most]:,} of them in {most}"
-        )
     known = published_s or {}
     published = {arm: f", published {known[arm]:,.0f} s" if arm in known else "" for arm in totals}
     looks: list[Look] = [(color, "") for color in _GROUP_COLORS]
     figure = bar_rows(
-        title,
+        "A step's seconds by arm",
         [wrap(arm_label(arm), 18) for arm in parts_s],
         {name: ([one[name] for one in of_arms.values()], look) for name, look in zip(GROUPS, looks, strict=True)},
         "seconds of a step",
@@ -159,47 +148,6 @@ def arms_beside_projection(
     return figure.update_xaxes(range=[0, 1.4 * max([*known.values(), *values])])
 
 
-def gains_and_interaction(projected: TwoByTwo) -> go.Figure:
-    """Projected gains over BF16 with the standard all-to-all, and how far they are from multiplying."""
-    gains = {wrap(arm_label(arm), 20): _percent(projected.gains[arm]) for arm in in_order(projected.gains)}
-    left = projected.interaction
-    return interval_rows(
-        "Gains that meet the published steps, and what is left of their product",
-        {**gains, "gain of both over<br>the product of each": (100 * left.low, 100 * left.value, 100 * left.high)},
-        "gain over BF16 + standard all-to-all (%)",
-        subtitle="Medians and ranges over all constants that meet the three published steps; these steps identify "
-        "neither the gain of MXFP8 alone nor the interaction.",
-        note="derived: MXFP8 + standard all-to-all was never published",
-    )
-
-
-def deepep_gain_by_routing(forced: TwoByTwo, random: TwoByTwo, own: Estimate) -> go.Figure:
-    """DeepEP's gain over BF16 as it was published under forced balance, and as constants put it under random routing.
-
-    Both two-by-twos are by all constants that meet the published steps; ``own`` is percent by the model's own.
-    """
-    open_ends = (_percent(random.gains["bf16_deepep"]), (own.low, own.value, own.high))
-    low, high = min(open_ends[0][0], own.low), max(open_ends[0][2], own.high)
-    return interval_rows(
-        f"Under random routing DeepEP gains anything from {low:+.0f} to {high:+.0f} %",
-        {
-            "forced balance:<br>as published": _percent(forced.gains["bf16_deepep"]),
-            "random routing: constants<br>that meet the published steps": open_ends[0],
-            "random routing: the model's own<br>constants, 90 % interval": open_ends[1],
-        },
-        "gain of DeepEP (%)",
-        subtitle="BF16, 671B on 256 × B200, over the standard all-to-all. Published: one run of each arm under forced "
-        "balance, where every token goes to one rank. The model's own constants serve all public steps at once, under "
-        "today's software; the others meet the three published steps with that of March 2026.",
-        note=NOTE,
-    )
-
-
-def _percent(ratio: Estimate) -> tuple[float, float, float]:
-    """Low end, value and high end of a gain in percent."""
-    return 100 * (ratio.low - 1), 100 * (ratio.value - 1), 100 * (ratio.high - 1)
-
-
 def arm_table(
     projected: Mapping[str, Projection], gains: Mapping[str, Estimate], costs: Mapping[str, Cost], words: str
 ) -> TableView:
@@ -227,32 +175,6 @@ def arm_table(
     ]
     decimals = dict.fromkeys(("seconds a step", "MFU (%)", "M GPU-hours", "M USD", "GWh"), 1)
     return as_table(pd.DataFrame(rows), words, decimals=decimals)
-
-
-def waterfall_bars(changes: Sequence[Change], *, quoted_first: float, quoted_last: float) -> go.Figure:
-    """What each change of :func:`moelab.planning.tables.waterfall` adds, between published tokens/s per GPU."""
-    tps = [change.tps for change in changes]
-    steps = [end - start for start, end in pairwise(tps)]
-    rows = [*(wrap(change.name, 42) for change in changes), "Megatron-Bridge, whole"]
-    figure = running_rows(
-        f"From {quoted_first:,.0f} to {quoted_last:,.0f} tokens/s per GPU, one change after another",
-        rows,
-        [tps[0], *steps, tps[-1]],
-        "tokens/s per GPU",
-        labels=[
-            f"{tps[0]:,.0f} (quoted {quoted_first:,.0f})",
-            *(f"{step:+,.0f}" for step in steps),
-            f"{tps[-1]:,.0f} (quoted {quoted_last:,.0f})",
-        ],
-        looks=[(OTHER, ""), *(("#009E73", "") if step >= 0 else ("#D55E00", "/") for step in steps), (OTHER, "")],
-        unit=":+,.0f",
-        points={rows[0]: quoted_first, rows[-1]: quoted_last},
-        subtitle="256 × B200, MXFP8; another order would share the total out differently. Diamonds: quoted (PyTorch "
-        "and Nebius; Megatron-Bridge 26.04.01).",
-        note="derived between two quoted ends",
-        row_px=44,
-    )
-    return figure.update_xaxes(range=[0, 1.6 * max(quoted_last, *tps)]).update_yaxes(tickfont_size=12)
 
 
 # The explorer

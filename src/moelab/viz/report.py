@@ -44,7 +44,7 @@ from moelab.runs.collect import WARMUP_STEPS
 from moelab.runs.settings import spread
 from moelab.runs.side_files import Environment as RunEnvironment
 from moelab.viz import compare
-from moelab.viz.explain import communication_bars, idle_bars, step_bars
+from moelab.viz.explain import step_bars
 from moelab.viz.study import expert_load_figure, loss_curves, loss_difference, throughput_bars, verdict_intervals
 from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table, cell_text
 
@@ -423,8 +423,6 @@ def _traced_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
     explained, _ = judged.traced
     if explained:
         yield "What a traced step is made of.", step_bars(explained)
-        yield "Communication in the traced step, and how much of it compute hides.", communication_bars(explained)
-        yield "Why the GPU is idle in the traced step.", idle_bars(explained)
 
 
 def _study_tables(judged: StudyReport) -> Iterator[Table]:

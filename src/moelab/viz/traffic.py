@@ -23,7 +23,6 @@ from moelab.planning.time.routing import (
     KINDS,
     ExpertPlacement,
     RoutingModel,
-    destination_shares,
     draw_expert_ids,
     expected_destinations,
     routing_of,
@@ -38,9 +37,8 @@ from moelab.planning.time.traffic import (
     move_time_s,
     require_method,
     simulate_rows,
-    times_fewer,
 )
-from moelab.viz.draw import STAR, fill, in_panel, legend_below, legend_entry, name_map, panels
+from moelab.viz.draw import STAR, in_panel, legend_below, legend_entry, name_map, panels
 from moelab.viz.table import as_table
 from moelab.viz.theme import FAR, NARROW, NEAR, ON_LIGHT, OTHER, WIDE, counted, new_figure
 from moelab.viz.widget import Explorer, Menu
@@ -64,20 +62,8 @@ ROUTING_LABELS = {
     "skewed": "skewed",
     "measured": "measured-load",
 }
-ROUTING_LOOKS = {
-    "round_robin": ("#D55E00", "/"),
-    "random_balanced": ("#0072B2", ""),
-    "uniform": ("#56B4E9", "."),
-    "group_limited": ("#009E73", "x"),
-    "group_by_score": ("#CC79A7", "\\"),
-    "skewed": ("#E69F00", "-"),
-    "measured": ("#7a4b00", "+"),
-}
 _WIRES = {"network": "the network", "nvlink": "NVLink"}
 DERIVED = "derived, not measured"
-DRAWN = 4096
-"""Tokens that the histogram is of."""
-
 # One token's way
 
 CHOSEN = "#009E73"
@@ -115,7 +101,7 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
     Raises:
         BadInput: if the routing does not fit.
     """
-    experts = _experts_of_token(routing, placement, sender=0, token=token)
+    experts: list[int] = draw_expert_ids(routing, placement, token + 1)[token].tolist()
     maps = {}
     for method in METHODS:
         ways = hops(experts, placement, method, sender=0)
@@ -137,38 +123,6 @@ def token_flow(routing: RoutingModel, placement: ExpertPlacement, *, token: int 
         f"Counts are of copies.{unseen}",
         width=width,
     )
-
-
-def forwarding(routing: RoutingModel, placement: ExpertPlacement, *, sender: int = 0, token: int = 0) -> go.Figure:
-    """DeepEP's hierarchical mode step by step: to each node once, on inside the node, and the way back.
-
-    Raises:
-        BadInput: if there is no such rank, or the routing does not fit.
-    """
-    experts = _experts_of_token(routing, placement, sender=sender, token=token)
-    ways = hops(experts, placement, "deepep_hybrid", sender=sender)
-    far, near = ([hop for hop in ways if hop.far is is_far] for is_far in (True, False))
-    back = [hop._replace(sender=hop.receiver, receiver=hop.sender) for hop in ways]
-    return _draw_ways(
-        "To each node once, and on inside the node",
-        {
-            f"<b>1 dispatch</b><br>{len(far)} × network, to its own place": far,
-            f"<b>2 forward</b><br>{len(near)} × NVLink, to the experts": near,
-            f"<b>3 combine</b><br>sums: {len(near)} × NVLink, {len(far)} × network": back,
-        },
-        experts,
-        placement,
-        sender=sender,
-        subtitle=f"Token {token} of rank {sender}, {len(experts)} experts. On the way back each node adds up its "
-        "experts' outputs, so that one row crosses the network; gradients take the same ways in the other order.",
-    )
-
-
-def _experts_of_token(routing: RoutingModel, placement: ExpertPlacement, *, sender: int, token: int) -> list[int]:
-    if not 0 <= sender < placement.ep:
-        raise BadInput(f"sender is {sender}; valid: 0 to {placement.ep - 1}, the ranks of the group")
-    experts: list[int] = draw_expert_ids(routing, placement, token + 1, rank=sender)[token].tolist()
-    return experts
 
 
 def _draw_ways(
@@ -270,31 +224,6 @@ def _arrow(start: np.ndarray[Any, Any], end: np.ndarray[Any, Any], *, far: bool)
 # All tokens
 
 
-def destination_histogram(routings: Sequence[RoutingModel], placement: ExpertPlacement, *, seed: int = 0) -> go.Figure:
-    """How many ranks and nodes tokens reach, as shares of all tokens, by routing."""
-    figure = panels(
-        "Ranks and nodes that a token reaches, by routing",
-        ("distinct ranks of a token", "distinct nodes of a token"),
-        subtitle=f"Share of {DRAWN:,} drawn tokens for each routing; {_placement_words(placement)}.",
-        note="simulated routing",
-        height=430,
-    )
-    spread = ((placement.experts_per_rank, placement.ep), (placement.experts_per_node, placement.nodes))
-    for routing in routings:
-        ids_TK = draw_expert_ids(routing, placement, DRAWN, seed=seed)
-        for column, (size, places) in enumerate(spread, start=1):
-            most = min(placement.top_k, places)
-            figure.add_bar(
-                x=list(range(1, most + 1)),
-                y=100 * destination_shares(ids_TK, size, most),
-                marker=fill(*ROUTING_LOOKS[routing.kind]),
-                hovertemplate="%{x}: %{y:.1f} %",
-                **in_panel(column, ROUTING_LABELS[routing.kind]),
-            )
-    figure.update_xaxes(dtick=1, showgrid=False).update_yaxes(title_text="share of tokens (%)", col=1)
-    return legend_below(figure.update_layout(barmode="group", bargap=0.15, hovermode="x unified"), axis_px=40)
-
-
 def traffic_matrix(
     routing: RoutingModel,
     placement: ExpertPlacement,
@@ -386,42 +315,6 @@ def bytes_by_ep(
     figure.update_xaxes(title_text="EP degree", type="category")
     figure.update_yaxes(rangemode="tozero").update_yaxes(title_text="GB per rank and layer", col=1)
     return legend_below(figure.update_layout(hovermode="x unified"))
-
-
-def saving_by_routing(routings: Sequence[RoutingModel], placement: ExpertPlacement) -> go.Figure:
-    """Copies of a token on the slowest wire by routing and method: how much of a saving the routing is."""
-    wire = "network" if placement.nodes > 1 else "nvlink"
-    best: Method = "deepep_hybrid" if wire == "network" else "deepep_direct"
-    reached = [expected_destinations(routing, placement) for routing in routings]
-    copies = {m: [getattr(expected_rows(each, placement, m), wire) for each in reached] for m in METHODS}
-    fewer = {m: list(map(times_fewer, copies["standard"], copies[m])) for m in METHODS}
-    ends = [times for times in fewer[best] if times]
-    figure = new_figure(
-        f"DeepEP sends {min(ends):.1f} to {max(ends):.1f} times fewer copies on {_WIRES[wire]}, by routing"
-        if ends
-        else "With one rank nothing travels",
-        subtitle=f"Copies of a token that a rank puts on {_WIRES[wire]}, forward dispatch, mean; above the bars: times "
-        f"fewer than the standard all-to-all. {_placement_words(placement)}.",
-        note=DERIVED,
-        height=430,
-    )
-    for method, values in copies.items():
-        ratios = [f"÷ {times:.1f}" if times else "" for times in fewer[method]]
-        figure.add_bar(
-            x=[ROUTING_LABELS[routing.kind].replace(" ", "<br>", 1) for routing in routings],
-            y=values,
-            name=METHOD_LABELS[method],
-            marker_color=METHOD_LOOKS[method][0],
-            text=[f"{value:.2f}" for value in values] if method == "standard" else ratios,
-            textposition="outside",
-            cliponaxis=False,
-            textfont_size=12,
-            hovertemplate="%{y:.2f}",
-        )
-    highest = max(map(max, copies.values()))
-    figure.update_yaxes(title_text=f"copies a token on {_WIRES[wire]}", range=[0, 1.15 * highest])
-    figure.update_xaxes(showgrid=False, ticks="").update_layout(barmode="group", bargap=0.25, hovermode="x unified")
-    return legend_below(figure)
 
 
 def _placement_words(placement: ExpertPlacement) -> str:

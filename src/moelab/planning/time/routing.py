@@ -321,13 +321,6 @@ def distinct_destinations(ids_TK: ExpertIds, experts_each: int) -> ExpertIds:
     return changes_T + 1
 
 
-def destination_shares(ids_TK: ExpertIds, experts_each: int, most: int) -> npt.NDArray[np.float64]:
-    """Share of the tokens that reach 1, 2, … ``most`` destinations, as :func:`distinct_destinations` has them."""
-    counts = np.bincount(distinct_destinations(ids_TK, experts_each), minlength=most + 1)[1:]
-    shares: npt.NDArray[np.float64] = counts / len(ids_TK)
-    return shares
-
-
 def _formula(routing: RoutingModel, placement: ExpertPlacement, block: int) -> float | None:
     """Expected distinct blocks of ``block`` experts, or None where only a draw can tell."""
     experts, top_k = placement.experts, placement.top_k

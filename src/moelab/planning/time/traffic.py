@@ -38,7 +38,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -77,11 +77,6 @@ class OnWires:
     def times(self, factor: float) -> OnWires:
         """The amount, scaled."""
         return OnWires(nvlink=self.nvlink * factor, network=self.network * factor, local=self.local * factor)
-
-
-def times_fewer(standard: float, sent: float) -> float:
-    """How many times less than the standard all-to-all a method sends on a wire; 0 where it sends nothing."""
-    return standard / sent if sent else 0.0
 
 
 def move_time_s(sent: OnWires, node: Node) -> tuple[float, float]:
@@ -291,16 +286,6 @@ class Pass(NamedTuple):
 
     name: str
     moved_bytes: float  # read and written
-
-
-def moved_gb(passes: Iterable[Pass], name: str = "") -> float:
-    """Gigabytes that passes read and write, all of them or those of one name."""
-    return sum(one.moved_bytes for one in passes if name in ("", one.name)) / 1e9
-
-
-def passes_ms(passes: Iterable[Pass], hbm_tb_s: float) -> float:
-    """Milliseconds that passes take at a bandwidth of memory."""
-    return moved_gb(passes) / hbm_tb_s  # GB over TB/s
 
 
 def padded_rows(rows: float, experts: int, alignment: int) -> float:
