@@ -31,7 +31,7 @@ site: $(VENV)/.installed-site
 	$(BIN)/python site/build_site.py --workers $(WORKERS) $(SITE_FLAGS)
 
 rendered: $(VENV)/.installed-dev
-	$(BIN)/python -m moelab.notebooks.render
+	$(BIN)/python site/render.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check

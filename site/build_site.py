@@ -24,13 +24,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import nbformat
+import render
 from explorers import GRIDS, as_page_figure, figure_place, page, script
 from plotly.offline import get_plotlyjs
+from render import PLOTLY, WIDGET, clean
 
 from moelab.errors import MoelabError
 from moelab.machine import git_commit
-from moelab.notebooks import render
-from moelab.notebooks.render import PLOTLY, WIDGET, clean
 from moelab.viz.theme import DARK
 from moelab.viz.widget import javascript
 

@@ -12,12 +12,13 @@ from unittest.mock import Mock
 
 import nbformat
 import pytest
+import render
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from notebook_support import NOTEBOOKS, PLOTLY, ROOT, WIDGET
 from PIL import Image
 
 from moelab.errors import BadInput
-from moelab.notebooks import NotebookFailed, render
+from moelab.notebooks import NotebookFailed
 from moelab.privacy import without_secrets
 from moelab.viz.theme import READERS_THEME
 
@@ -61,10 +62,10 @@ def test_there_is_nothing_else_and_the_pictures_of_the_readme_are_those_of_the_c
 
 
 OF_PICTURES = {
-    "where_the_step_goes": "MXFP8 + DeepEP saves",
+    "where_the_step_goes": "A step's seconds by arm",
     "measured_arms": "times as fast as stock",
     "break_even": "saves time only above the bold line",
-    "forced_balance": "times fewer copies on the network",
+    "forced_balance": "Bytes of an MoE layer by the degree",
     "loss_difference": "nats from BF16",
 }
 """What README says beside each picture, in the words of the figure: a copy may get or lose a figure before it."""

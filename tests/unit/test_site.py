@@ -15,9 +15,9 @@ import nbformat
 import plotly.graph_objects as go
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from render import PLOTLY, WIDGET, stamp
 
 from moelab.errors import BadInput
-from moelab.notebooks.render import PLOTLY, WIDGET, stamp
 from moelab.viz.theme import new_figure
 from moelab.viz.widget import Explorer, Menu, Number
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from figure_support import assert_says, notes, traces
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Executed copies of the notebooks for readers without Jupyter: ``python -m moelab.notebooks.render``.
+"""Executed copies of the notebooks for readers without Jupyter: ``python site/render.py``.
 
 A copy is read on GitHub, in VS Code and as nbconvert's HTML, so it holds what all three show: text, and each figure as
 a PNG with its title. The figure's JSON is always left out: GitHub and nbconvert cannot draw it, and with it a copy is
@@ -205,7 +205,7 @@ def pictures_of(copy: Path) -> list[bytes]:
 
 def main() -> int:
     """Make all copies again, or those that are named; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m moelab.notebooks.render", description=__doc__)
+    parser = argparse.ArgumentParser(prog="site/render.py", description=__doc__)
     parser.add_argument("names", nargs="*", help="names of notebooks, without .ipynb; all if there are none")
     options = parser.parse_args()
     exit_code, commit = 0, git_commit()  # asked before the first copy makes the tree dirty
@@ -216,18 +216,18 @@ def main() -> int:
         if unknown := [name for name in options.names if name not in known]:
             raise BadInput(f"no notebook {', '.join(unknown)}; valid: {', '.join(known)}")
     except BadInput as error:
-        print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+        print(f"moelab: {error}", file=sys.stderr)
         return error.exit_code
     for notebook in [known[name] for name in options.names or known]:
         copy, start = Path(FOLDER) / notebook.name, time.monotonic()
         try:
             render(notebook, copy, commit)
         except MoelabError as error:  # the others may do
-            print(f"moelab: {error}", file=sys.stderr)  # noqa: T201
+            print(f"moelab: {error}", file=sys.stderr)
             exit_code = 1
             continue
         seconds, size_kb = time.monotonic() - start, copy.stat().st_size / 1000
-        print(f"{copy}: {size_kb:.0f} kB in {seconds:.0f} s", flush=True)  # noqa: T201
+        print(f"{copy}: {size_kb:.0f} kB in {seconds:.0f} s", flush=True)
     if all((Path(FOLDER) / f"{name}.ipynb").exists() for name, _ in PICTURES.values()):
         write_pictures(Path(FOLDER))
     return exit_code
