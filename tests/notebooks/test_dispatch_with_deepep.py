@@ -35,7 +35,7 @@ def test_its_defaults_measure_on_a_cpu(by_nbmake: Callable[[str], Ran]) -> None:
     ran = by_nbmake(NAME)
     titles = ran.titles()
     assert len(titles) == 3
-    assert "times as fast as stock" in titles[0]
+    assert "over stock TorchTitan's" in titles[0]
     assert not any("CPU" in title for title in titles), "times over gloo are no finding"
     rows = json.loads((ran.folder / "runs" / NAME / "all_to_all.json").read_text())["rows"]
     (row,) = [row for row in rows if (row["operation"], row["routing"]) == ("dispatch", "random_balanced")]

@@ -63,7 +63,7 @@ def test_there_is_nothing_else_and_the_pictures_of_the_readme_are_those_of_the_c
 
 OF_PICTURES = {
     "where_the_step_goes": "A step's seconds by arm",
-    "measured_arms": "times as fast as stock",
+    "measured_arms": "over stock TorchTitan's",
     "break_even": "saves time only above the bold line",
     "forced_balance": "Bytes of an MoE layer by the degree",
     "loss_difference": "nats from BF16",

@@ -228,34 +228,23 @@ def test_tables_have_each_sides_best_and_say_when_stock_was_short_of_memory() ->
     assert lines[-1].endswith("stock, 671B, full checkpointing, stock, 671B, no checkpointing")
     assert not any("under the same" in line for line in lines)
     assert {*results["remark"], *(row["remark"] for row in checkpointing_rows(short))} == {"stock was short of memory"}
-    cramped = [row | {"allocator_retries": int(row["activation_checkpoint"] == "full")} for row in BOTH]
-    figure = deepep.two_by_two_dots(arm_results(cramped), Measurement(name="", content={"label": "measured"}))
-    assert_says(figure, "1.10 times as fast as stock")  # not 1.25 times one that was short of memory
-    assert [note for note in notes(figure) if "×" in note] == ["1.25 ×†", "1.10 ×"]
 
 
-def test_two_by_two_draws_current_arms_with_quartiles_below_their_shapes() -> None:
-    fp8 = {"arm": "fp8_deepep"}
-    rows = passes() + passes(shape="16B", routing="random_balanced") + passes(code="of a trial") + passes(**fp8)
-    rows += passes(arm="mxfp8-emulated_deepep") + passes(**fp8, code=two_by_two.CODE, activation_checkpoint="full")
-    measured = Measurement(name=TWO_BY_TWO, content={**MADE_UP, "rows": rows}, packaged=True)
-    results = {(one.shape, one.arm, one.code): one for one in arm_results(measured.rows)}
-    figure = deepep.two_by_two_dots(list(results.values()), measured)
-    assert_says(figure, "BF16 + DeepEP is 1.18 times as fast as stock (671B: 1 dense + 2 MoE layers", REPLAYED)
-    lines = list(figure.layout.yaxis.ticktext)
-    assert lines == [  # FP8 experts of older rows were not FP8
-        "<b>671B: 1 dense + 2 MoE layers, 32 experts</b>",
-        "BF16 + DeepEP, no checkpointing",
-        "Fused FP8 + DeepEP, full checkpointing",
-        "<b>16B: 1 dense + 4 MoE layers, 64 experts</b>",
-        "BF16 + DeepEP, no checkpointing",
-    ]
-    random, forced = (trace for trace in figure.data if trace.x[0] is not None)
-    assert [lines[round(y)] for y in (*forced.y, *random.y)] == [lines[1], lines[2], lines[4]]
-    low, middle, high = results["671B", "bf16_deepep", None].ratio_ends
-    bars = forced.error_x
-    assert (forced.x[0], bars.arrayminus[0], bars.array[0]) == pytest.approx((middle, middle - low, high - middle))
-    assert sum("1.18 ×" in note for note in notes(figure)) == 3
+def test_gains_are_those_of_the_results_with_their_quartiles() -> None:
+    results = {
+        (one.shape, one.arm): one
+        for one in two_by_two.measured_arms()
+        if (one.activation_checkpoint, one.routing) == ("full", "random_balanced")
+        and (one.code == two_by_two.CODE or one.arm.startswith("bf16"))
+    }
+    figure = deepep.measured_gains(list(results.values()), load_measured(TWO_BY_TWO))
+    assert_says(figure, REPLAYED, "full checkpointing", "2 × NVIDIA H200")
+    shapes = ("671B, 10 MoE layers", "671B MoE-heavy")
+    for name, (arm, _) in deepep.GAINS.items():
+        (bars,) = traces(figure, name=name)
+        ends = [results[shape, arm].ratio_ends for shape in shapes]
+        assert list(bars.x) == pytest.approx([middle for _, middle, _ in ends])
+        assert list(bars.error_x.array) == pytest.approx([(high - low) / 2 for low, _, high in ends])
 
 
 # What is not there, or no measurement
@@ -265,7 +254,7 @@ def test_two_by_two_draws_current_arms_with_quartiles_below_their_shapes() -> No
 def test_what_is_not_measured_says_how_to_measure_it(name: str) -> None:
     nothing = Measurement(name=name, content=None, packaged=True)
     assert not nothing.rows
-    for figure in (deepep.two_by_two_dots([], nothing), deepep.operation_times(nothing)):
+    for figure in (deepep.measured_gains([], nothing), deepep.operation_times(nothing)):
         assert not figure.data
         assert_says(figure, "not measured yet", f"benchmarks/results/{name}.json")
     script = nothing.stamp.split("benchmarks/")[1].split()[0]

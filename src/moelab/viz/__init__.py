@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "deepep": [
             "operation_times",
-            "two_by_two_dots",
+            "measured_gains",
         ],
         "explain": [
             "answer_table",

@@ -1,4 +1,4 @@
-"""DeepEP drawn: quoted bandwidths, the memory that the gather costs, exchanges, the two-by-two."""
+"""DeepEP drawn: times of exchanges, and what it gains."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ from collections.abc import Sequence
 import plotly.graph_objects as go
 
 from moelab.judge.two_by_two import (
-    BASELINE,
-    CODE,
     SHAPE_WORDS,
-    STOCK,
-    STOCK_CHECKPOINTING,
     ArmResult,
-    checkpointing_words,
     current_results,
     shape_words,
-    two_by_two_label,
 )
 from moelab.planning.measured import Measurement, Row
 from moelab.viz.draw import (
     bar_rows,
-    interval_marks,
-    legend_below,
-    list_rows,
     nothing_to_draw,
-    write_beside,
 )
-from moelab.viz.theme import MUTED, WIDE, new_figure, plot_text, span
+from moelab.viz.theme import WIDE
 from moelab.viz.traffic import ROUTING_LABELS
 
 OPERATIONS = ("dispatch", "combine", "combine_backward", "dispatch_backward")
@@ -85,74 +75,41 @@ def _size_words(row: Row) -> str:
 
 # --- measured arms ---------------------------------------------------------------------------------------------------
 
-_ROUTING_MARKS = {"random_balanced": (-0.17, "#0072B2", "circle"), "round_robin": (0.17, "#D55E00", "diamond")}
-"""How far from the middle of its row a routing's mark is, its colour and its symbol."""
+GAINS = {
+    "stock": ("bf16_standard", "#BBBBBB"),
+    "DeepEP": ("bf16_deepep", "#56B4E9"),
+    "DeepEP and fused FP8 experts": ("fp8_deepep_wgrad-fp8_dispatch-fp8_flex_tiles", "#009E73"),
+}
+"""Arms that the figure has beside each other, by their names there, with their colours."""
 
 
-def two_by_two_dots(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
-    """Throughput over stock's under the same checkpointing: a row for each arm, below the shape that it trained.
-
-    Of the results, the current ones with stock at their side are drawn.
-    """
-    drawn = [one for one in current_results(results) if one.ratio is not None and one.arm not in STOCK]
-    if not drawn:
-        return not_measured(measured, "The two-by-two")
-    drawn.sort(key=lambda one: -(one.ratio or 0.0))
-    best = min(drawn, key=lambda one: one.stock_short)  # the first of those with enough memory on both sides
-    # A line for the name of each shape, and below it one for each of its arms, the fastest first.
-    rows: dict[tuple[str, str | None], dict[str, ArmResult]] = {}
-    for one in drawn:
-        rows.setdefault((one.shape, _row_words(one)), {})[one.routing] = one
-    order = [*SHAPE_WORDS, *(one.shape for one in drawn)]  # shapes without a name come last
-    shapes = sorted({one.shape for one in drawn}, key=order.index)
-    lines = [line for shape in shapes for line in ((shape, None), *(row for row in rows if row[0] == shape))]
-    figure = new_figure(
-        f"{_arm_words(best)} is {best.ratio:.2f} times as fast as stock ({shape_words(best.shape)}; "
-        f"{checkpointing_words(best.activation_checkpoint)} on both sides)",
-        subtitle="Tokens/s over those of stock (BF16, standard all-to-all) under the same checkpointing and routing; "
-        f"thin models with real layer sizes. Marks: median of {span(one.steps for one in drawn)} steps; bars: "
-        f"quartiles; numbers: {' / '.join(map(ROUTING_LABELS.__getitem__, _ROUTING_MARKS))}; * one pass only, not "
-        f"A B A B; † stock was short of memory. {measured.stamp}.",
+def measured_gains(results: Sequence[ArmResult], measured: Measurement) -> go.Figure:
+    """Throughput over stock's, of both shapes whose step is mostly MoE layers, under full checkpointing."""
+    found = {
+        (one.shape, one.arm): one
+        for one in current_results(results)
+        if (one.activation_checkpoint, one.routing) == ("full", "random_balanced") and one.ratio is not None
+    }
+    shapes = [shape for shape in SHAPE_WORDS if all((shape, arm) in found for arm, _ in GAINS.values())]
+    if not shapes:
+        return not_measured(measured, "Gains over stock")
+    ends = {name: [found[shape, arm].ratio_ends for shape in shapes] for name, (arm, _) in GAINS.items()}
+    figure = bar_rows(
+        "Throughput over stock TorchTitan's, two thin 671B models",
+        [shape_words(shape) for shape in shapes],
+        {name: ([middle for _, middle, _ in ends[name]], (color, "")) for name, (_, color) in GAINS.items()},
+        "× stock",
+        unit=":.2f ×",
+        numbers=".2f",
+        grouped=True,
+        errors={name: [(high - low) / 2 for low, _, high in each] for name, each in ends.items()},
+        subtitle="Stock: BF16, standard all-to-all. Both sides have full checkpointing and balanced random routing, "
+        f"and beside FP8 experts the same attention tiles. Medians with quartiles. {measured.stamp}.",
         note=replayed(measured),
-        height=130 + 21 * len(lines),
+        row_px=84,
         width=WIDE,
     )
-    for routing, (aside, color, symbol) in _ROUTING_MARKS.items():
-        here = [one for one in drawn if one.routing == routing]
-        places = [lines.index((one.shape, _row_words(one))) + aside for one in here]
-        marks = interval_marks(places, [one.ratio_ends for one in here], color=color)
-        figure.add_trace(
-            marks.update(
-                name=ROUTING_LABELS[routing],
-                marker={"color": color, "symbol": symbol, "size": 9},
-                customdata=[[one.label, one.tps, " and ".join(f"{each:,.0f}" for each in one.passes)] for one in here],
-                hovertemplate="%{customdata[0]}: %{x:.3f} ×<br>%{customdata[1]:,.0f} tokens/s per GPU; passes "
-                "%{customdata[2]}",
-            )
-        )
-    most = max(one.ratio_ends[2] for one in drawn)
-    for place, line in enumerate(lines):
-        if by_routing := rows.get(line):
-            ratios = [f"{by_routing[routing].ratio:.2f}" for routing in _ROUTING_MARKS if routing in by_routing]
-            star = "*" if any(len(one.passes) == 1 for one in by_routing.values()) else ""
-            star += "†" if any(one.stock_short for one in by_routing.values()) else ""
-            write_beside(figure, most, place, f"{' / '.join(ratios)} ×{star}", px=14)
-    figure.add_vline(x=1, line={"color": MUTED, "width": 1.5, "dash": "dot"})
-    list_rows(figure, "× stock", names=[f"<b>{shape_words(shape)}</b>" if row is None else row for shape, row in lines])
-    figure.update_yaxes(ticklabelstandoff=6, tickfont_size=13, showgrid=True)
-    return legend_below(figure.update_xaxes(range=[0.99, most + 0.14], dtick=0.1, tickformat=".1f"))
-
-
-def _arm_words(result: ArmResult) -> str:
-    """The arm; attention's tiles go unsaid where stock has them too."""
-    words = two_by_two_label(result.arm.removesuffix("_flex_tiles") if result.stock != BASELINE else result.arm)
-    return plot_text(words.replace("FP8 +", "Fused FP8 +") if result.code == CODE else words)
-
-
-def _row_words(result: ArmResult) -> str:
-    """The arm with its checkpointing, which its name has already where it is not TorchTitan's own."""
-    kind = result.activation_checkpoint
-    return _arm_words(result) + ("" if kind in STOCK_CHECKPOINTING else f", {checkpointing_words(kind)}")
+    return figure.update_xaxes(range=[0, 1.5])
 
 
 def not_measured(measured: Measurement, what: str) -> go.Figure:
