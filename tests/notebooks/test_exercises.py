@@ -50,7 +50,7 @@ ANSWERS: dict[str, dict[str, tuple[str, ...]]] = {
             'mine = {"pp": 8, "tp": 2, "ep": 8}',
             'mine = {"pp": 2, "tp": 2, "ep": 32}',
         ),
-        "my_nodes, my_pp = 8, 2": ("my_nodes, my_pp = 16, 2", "my_nodes, my_pp = 8, 1"),
+        "my_nodes = 8": ("my_nodes = 16",),
         'my_schedule = "1F1B"': tuple(
             f'my_schedule = "{one}"' for one in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         ),

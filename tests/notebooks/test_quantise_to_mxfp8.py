@@ -58,7 +58,7 @@ def test_papermill_looks_at_the_captures_of_a_run(run: RunDir, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     parameters = {"capture_run": str(run.path), "layer": 2, "outlier_log2": 10}
     copy = ran(execute(NOTEBOOK, tmp_path / "executed.ipynb", parameters))
-    assert (len(copy.titles()), len(copy.shown(WIDGET))) == (4, 1)
+    assert (len(copy.titles()), len(copy.shown(WIDGET))) == (5, 1)
     assert any("MXFP8 and NVFP4 emulated; layer 3" in title for title in copy.titles())
     assert not any(output.get("name") == "stderr" for output in copy.outputs)
     assert list(tmp_path.iterdir()) == [tmp_path / "executed.ipynb"]  # nothing was trained

@@ -100,9 +100,15 @@ def break_even(
 
 
 def rows_text(rows: Estimate) -> str:
-    """Rows with their interval in thousands: ``16.6k [14.3k, 19.0k]``."""
-    value, low, high = ("never" if math.isinf(m) else f"{m / 1e3:.1f}k" for m in (rows.value, rows.low, rows.high))
-    return f"{value} [{low}, {high}]"
+    """Rows with their interval, to two digits: ``17k [14k, 19k]``."""
+
+    def in_words(m: float) -> str:
+        if math.isinf(m):
+            return "never"
+        m = float(f"{m:.2g}")
+        return f"{m / 1e6:g}M" if m >= 1e6 else f"{m / 1e3:g}k"
+
+    return f"{in_words(rows.value)} [{in_words(rows.low)}, {in_words(rows.high)}]"
 
 
 # Layouts

@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "QuantisationExplorer",
             "largest_number_error",
             "method_errors",
+            "number_line",
             "product_errors",
             "stored_figure",
         ],

@@ -38,8 +38,6 @@ _LINES = (
     ("#009E73", "x"),
     ("#CC79A7", "star"),
 )
-GROUPS = 8
-"""Local experts of the map's products."""
 ROWS_LOG2, WEIGHTS_LOG2 = (10.0, 20.5), (18.0, 27.0)
 STEPS_M, STEPS_NK = 64, 46
 GAINS, LEVEL = (0.2, 1.8), 0.2
@@ -106,22 +104,24 @@ def step_parts(case: Case, rates: Rates) -> go.Figure:
 
 
 def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) -> go.Figure:
-    """Predicted gain over rows M and weight size N·K, with layouts marked at their own gain.
+    """Predicted gain over rows M and weight size N·K for as many experts on a GPU as the last layout has.
 
     Args:
         fitted: constants and their spread.
-        works: layouts to mark; each is labelled with the gain of its own N, K and groups.
+        works: layouts to mark, each with its own gain; one with another number of experts has another map.
         aspect: K / N of the map's weights; gain at equal N·K falls as it moves away from 1.
     """
+    groups = works[-1].case.groups
+    works = [work for work in works if work.case.groups == groups]
     rates = fitted.rates()
     low_format = rates.low_format.upper()
     rows, weights = np.logspace(*ROWS_LOG2, STEPS_M, base=2), np.logspace(*WEIGHTS_LOG2, STEPS_NK, base=2)
     sides = [(max(1, round(math.sqrt(nk / aspect))), max(1, round(math.sqrt(nk * aspect)))) for nk in weights]  # N, K
     figure = new_figure(
         f"{low_format} saves time only above the bold line",
-        subtitle=f"gain = BF16 time / {low_format} time of forward + backward on a {rates.gpu}, {GROUPS} groups, "
-        f"K = {aspect:g} N; dashed: 90 % interval of gain 1. Marks have the number and the colour of their own gain, "
-        "with their own experts on a GPU",
+        subtitle=f"gain = BF16 time / {low_format} time of forward + backward on a {rates.gpu}, "
+        f"{counted(groups, 'expert')} on a GPU, K = {aspect:g} N; dashed: 90 % interval of gain 1. Marks have the "
+        "number and the colour of their own gain",
         note="predicted, not measured: kernels alone",
         height=520,
         width=WIDE,
@@ -130,7 +130,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     figure.add_contour(
         x=[round(m) for m in rows],
         y=[round(nk) for nk in weights],
-        z=[[round(gain(m, n, k, GROUPS, rates), 3) for m in rows] for n, k in sides],
+        z=[[round(gain(m, n, k, groups, rates), 3) for m in rows] for n, k in sides],
         zmin=GAINS[0],
         zmax=GAINS[1],
         colorscale=_GAIN_COLORS,
@@ -139,7 +139,7 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
         colorbar={"title": {"text": "gain"}, "thickness": 14, "tickvals": [0.2, 0.6, 1.0, 1.4, 1.8]},
         hovertemplate="M %{x}, N·K %{y}: %{z:.2f}<extra></extra>",
     )
-    evens = [break_even(Case(m=1, n=n, k=k, groups=GROUPS), fitted) for n, k in sides]  # m is what it finds
+    evens = [break_even(Case(m=1, n=n, k=k, groups=groups), fitted) for n, k in sides]  # m is what it finds
     least, most = (2**exponent for exponent in ROWS_LOG2)
     for name, field, width, dash in (
         ("low", "low", 1.5, "dash"),
@@ -157,8 +157,6 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
     scale = {"cmin": GAINS[0], "cmax": GAINS[1], "colorscale": _GAIN_COLORS}
     for work, symbol in zip(works, itertools.cycle(("star", "diamond", "circle", "square")), strict=False):
         case, own, m = work.case, gain(*work.case.mnkg, rates), min(max(work.case.m, least), most)
-        # The map is of GROUPS: with another number a mark may stand on the other side of the line than its gain says.
-        groups = "" if case.groups == GROUPS else f" ({counted(case.groups, 'group')})"
         # A label to the right of a mark at the right edge would be cut off.
         side = "left" if m > 2 ** (sum(ROWS_LOG2) / 2 + 2) else "center"
         figure.add_scatter(
@@ -166,10 +164,10 @@ def gain_map(fitted: Fit, works: Sequence[ExpertWork], *, aspect: float = 2.25) 
             y=[case.n * case.k],
             mode="markers+text",
             marker={"symbol": symbol, "size": 16, "color": [own], "line": {"color": ON_LIGHT, "width": 2}, **scale},
-            text=[f"<b>{work.name.split(',')[0]}: {own:.2f}</b>{groups}"],
+            text=[f"<b>{work.name.split(',')[0]}: {own:.2f}</b>"],
             textfont_color=ON_LIGHT,
-            textposition=f"{'top' if own > 1 or groups else 'bottom'} {side}",
-            name=f"{work.name} ({case.groups} groups)",
+            textposition=f"{'top' if own > 1 else 'bottom'} {side}",
+            name=work.name,
             hovertemplate=f"{work.name}: {case.name}<br>{work.layout}<extra></extra>",
         )
     m_ticks, nk_ticks = ([2**each for each in exponents] for exponents in (range(10, 21, 2), range(18, 28, 2)))
@@ -212,6 +210,8 @@ class ExpertExplorer(Explorer):
         if gained.low > 1 or gained.high < 1:
             saved = 1 - 1 / gained.value
             verdict = f"{'saves' if saved > 0 else 'loses'} {100 * abs(saved):.0f} % of BF16's time"
+            if gained.value < 1 / 1.5:
+                verdict = f"takes {1 / gained.value:.1f} × as long as BF16, mostly for scales and casts"
         least, needed, most = (
             "never" if math.isinf(m) else f"{m:,.0f} rows" for m in (even.low, even.value, even.high)
         )

@@ -32,7 +32,7 @@ _METHODS = {
     "mxfp8_floor": ("#56B4E9", "arrow-bar-left-open"),
     "nvfp4": ("#000000", "star-open"),
 }
-"""Colour and marker of a method; FP8 by rows and MXFP8 often coincide, so one is drawn inside the other."""
+"""Colour and marker of a method."""
 _SCALINGS: Mapping[str, Mapping[str, object]] = {
     "ceil": {"color": "rgba(230,159,0,0.5)", "width": 6},
     "even": {"color": "#009E73", "dash": "dot"},
@@ -78,6 +78,22 @@ def stored_figure(stored: Sequence[StoredNumbers], *, source: str) -> go.Figure:
     return legend_below(figure.update_layout(bargap=0.15, hovermode="x unified"))
 
 
+def number_line(numbers: Mapping[str, Sequence[float]]) -> go.Figure:
+    """Every positive number of element types, a row each, over the power of two that it lies in."""
+    figure = new_figure(
+        "The positive numbers of each format",
+        subtitle="On a logarithmic axis equal steps are equal relative errors; where the points thin out towards zero, "
+        "numbers are subnormal.",
+        height=150 + 40 * len(numbers),
+    )
+    for name, values in numbers.items():
+        mark = {"symbol": "line-ns", "size": 18, "line": {"width": 1.5, "color": "#0072B2"}}
+        positive = [value for value in values if value > 0]
+        figure.add_scatter(x=positive, y=[name] * len(positive), mode="markers", marker=mark, hovertemplate="%{x:g}")
+    figure.update_xaxes(type="log", dtick=1, tickformat="~g")
+    return list_rows(figure, "value, in units of the scale", showlegend=False)
+
+
 def largest_number_error(amax: Sequence[float], errors: Mapping[str, Sequence[float]]) -> go.Figure:
     """Relative error of a block's largest number, by scaling, against its multiple of the power of two below."""
     figure = new_figure(
@@ -102,7 +118,7 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
         ["SQNR of the tensor (dB)", "of its worst blocks (dB)", "to zero (%)"],
         subtitle="6 dB more halves the error. Worst blocks: the SQNR that 5 % of the blocks of 32 stay below. Plain "
         "MXFP8 has RCEIL scales. BF16 is not drawn where the tensor is BF16 already.",
-        height=130 + 36 * len({row.data for row in rows}),
+        height=130 + 66 * len({row.data for row in rows}),
         spacing=0.03,
         shared=True,
         width=WIDE,
@@ -117,7 +133,7 @@ def method_errors(rows: Sequence[ErrorRow]) -> go.Figure:
         known = [(row, row.data, value(row)) for row in rows if math.isfinite(value(row))]
         _draw_dots(figure, known, row=1, col=column, showlegend=column == 1)
     figure.for_each_trace(lambda trace: trace.update(legendgroup=trace.name))  # a click hides a method in all panels
-    return legend_below(list_rows(figure).update_yaxes(showgrid=True), axis_px=40)
+    return legend_below(list_rows(figure, names=list(dict.fromkeys(row.data for row in rows))), axis_px=40)
 
 
 def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
@@ -127,24 +143,28 @@ def product_errors(rows: Sequence[GemmRow], *, note: str = "") -> go.Figure:
         subtitle="SQNR of each grouped GEMM against float64 over the same operands; 20 dB is an error of a tenth, "
         "40 dB of a hundredth. BF16 loses only by rounding its result.",
         note=note,
-        height=130 + 34 * len({(row.weight, row.product) for row in rows}),
+        height=130 + 58 * len({(row.weight, row.product) for row in rows}),
     )
-    _draw_dots(figure, [(row, f"{row.weight} {row.product}", row.sqnr_db) for row in rows])
-    return legend_below(list_rows(figure, "SQNR (dB)").update_yaxes(showgrid=True))
+    dots = [(row, f"{row.weight} {row.product}", row.sqnr_db) for row in rows]
+    _draw_dots(figure, dots)
+    return legend_below(list_rows(figure, "SQNR (dB)", names=list(dict.fromkeys(name for _, name, _ in dots))))
 
 
 def _draw_dots(figure: go.Figure, rows: Sequence[tuple[ErrorRow | GemmRow, str, float]], **place: Any) -> None:
-    """A trace for each method of rows, each with the name of its line and its number."""
+    """A trace for each method of rows, each with the name of its line and its number; methods lie apart in a line."""
+    places = {name: place for place, name in enumerate(dict.fromkeys(name for _, name, _ in rows))}
+    present = [method for method in _METHODS if any(row[0].method == method for row in rows)]
     for method, (color, symbol) in _METHODS.items():
         mine = [row for row in rows if row[0].method == method]
         if mine:  # a method without rows would still stand in the legend
             figure.add_scatter(
                 x=[number for _, _, number in mine],
-                y=[name for _, name, _ in mine],
+                y=[places[name] + 0.115 * (present.index(method) - (len(present) - 1) / 2) for _, name, _ in mine],
+                customdata=[name for _, name, _ in mine],
                 mode="markers",
                 name=mine[0][0].label,
-                marker={"color": color, "symbol": symbol, "size": 12, "line": {"width": 2.2, "color": color}},
-                hovertemplate="%{x:.2f}, %{y}",
+                marker={"color": color, "symbol": symbol, "size": 10, "line": {"width": 2, "color": color}},
+                hovertemplate="%{x:.2f}, %{customdata}",
                 **place,
             )
 
