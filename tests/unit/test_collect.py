@@ -47,6 +47,15 @@ def test_a_run_directory(tmp_path: Path) -> None:
     assert (results["last_loss_nats"], results["tps_median"], results["memory_gib_peak"]) == (6.25, 1000.0, 1.5)
 
 
+def test_steps_that_a_trace_slowed_have_no_speed(tmp_path: Path) -> None:
+    """The traced step, the one before, which warms the profiler up, and the one after, when the trace is written."""
+    for traced, without in ((5, [4, 5, 6]), (0, [])):
+        run = make_run(tmp_path / str(traced), Experiment(steps=8, trace_step=traced), [8.0] * 8)
+        rows = collect_run(run).rows
+        assert rows.loc[rows["tps"].isna(), "step"].tolist() == without
+        assert rows["loss"].notna().all()
+
+
 def test_a_launch_that_goes_on_is_a_segment_and_what_a_kill_tore_is_said(tmp_path: Path) -> None:
     run = make_run(tmp_path, EXPERIMENT, LOSSES[:4], state=State.RUNNING)
     with (run.path / "metrics.jsonl").open("a") as metrics:

@@ -218,6 +218,7 @@ def test_a_plan_of_the_published_runs_has_their_layout_and_what_its_figure_stack
     assert counts["total"] == total
     assert counts["active"] == pytest.approx(active, rel=1e-3)
     figure = planned.memory_figure("bf16_standard")
+    assert planned.memory_figure() == figure, "of the first arm"
     stacked = [sum(values) for values in zip(*(bar.x for bar in figure.data if bar.type == "bar"), strict=True)]
     assert max(stacked) == pytest.approx(frame["total_gib"][0], abs=0.1)  # parts of some MB are not drawn
     assert "GiB" in figure.layout.xaxis.title.text

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ def test_where_a_run_is(tmp_path: Path) -> None:
         memory_gib=10.0, step_time_s=2.0, segments=1,
     )  # fmt: skip
     assert (follower.runs[0].now, now.left_s) == (now, 15 * 2.0)
+    assert (now.done, replace(now, steps=0).done) == (0.25, 0.0)
     append(run, '{"segment": 0, "step": 6, "loss": NaN}\n', "metrics.jsonl")
     assert [one.now.status.reason for one in follower.poll()] == ["loss is nan at step 6 (segment 0)"]
     run.set_status(Status(state=State.FAILED))

@@ -129,6 +129,7 @@ def test_a_port_in_use_moves_the_job_to_another(run: RunDir, signals: Signals) -
         other.listen()
         in_use = f"port {start.port} of localhost is in use by another program; requeued"
         assert account(start, trains(STEPS)) == (REQUEUE_CODE, State.SUBMITTED, in_use)
+    assert not (run.path / "results.json").exists(), "it goes on"
 
 
 def test_no_other_user_can_ask_a_job_to_stop(run: RunDir, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,8 @@ def test_a_plan_for_a_person(call: Any, file: Path) -> None:
         "differs from the published scripts:",
     ):
         assert part in out
+    deep = call("plan", file, *changed(**{**ON_B200, "pp": 8, "ep": 16})).out
+    assert [f"rank {rank}: stage {rank} " in deep for rank in (0, 1, 2, 7)] == [True, True, False, True]
     assert call("plan", file, *changed(nodes=1, ep=8, hardware="b200_node")).out.startswith("legal, but does not fit")
     illegal = call("plan", file, *changed(pp=16, ep=48, seq_len=20000, dispatch_precision="fp8"))  # of BF16 experts
     assert (illegal.code, illegal.out[:27]) == (3, "illegal, 4 reasons: 671B, a")

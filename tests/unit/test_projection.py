@@ -364,6 +364,8 @@ def test_documents_are_told_and_taken_and_mfu_counts_what_is_computed() -> None:
     assert short.mfu["computed"] == pytest.approx(long.mfu["computed"], rel=0.01)
     assert short.flops["computed"] == long.flops["computed"] == flops_per_token(SHAPES["16B"], 2 * 427, causal=True)
     assert "documents: of 427 tokens on average (assumed: c4's)" in projection_text(long)
+    brief = (project(changed(NODE, dataset="c4", seq_len=length, local_batch=16)) for length in (1024, 512))
+    assert ["documents" in projection_text(one) for one in brief] == [True, False]  # half of 512 is less than 427
     whole = project(long.experiment, document_tokens=8192)
     assert whole.tps < long.tps
     assert whole.flops["computed"] == flops_per_token(SHAPES["16B"], 8192, causal=True)

@@ -195,7 +195,8 @@ def test_what_cannot_be_drawn_is_refused_or_said() -> None:
         assert_says(loss_curves(table), "One run")
         assert_says(throughput_bars(table), "no interval")
     assert_says(throughput_bars(one), "Throughput by arm")
-    assert_says(loss_difference(pair, first_verdict(pair)), "insufficient data")
+    assert_says(loss_difference(pair, first_verdict(pair)), "insufficient data", "n = 1 seed, so no interval")
+    assert "logged step in" not in title(loss_curves(study())), "all are drawn"
 
 
 def test_bars_show_values_and_a_gain_that_is_resolved() -> None:
