@@ -58,7 +58,7 @@ from validation.two_by_two import layer_rows
 
 from moelab.experiment import Experiment
 from moelab.files import write_json
-from moelab.judge.two_by_two import CODE, STOCK, STOCK_CHECKPOINTING
+from moelab.judge.throughput import CODE, STOCK, STOCK_CHECKPOINTING
 from moelab.launch.torchrun import on_this_machine
 from moelab.machine import environment, gpus
 from moelab.planning.measured import DRY_RUN

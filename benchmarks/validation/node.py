@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from moelab.data import read_json
 from moelab.errors import BadInput
-from moelab.judge.two_by_two import ArmResult
+from moelab.judge.throughput import ArmResult
 from moelab.planning.measured import Measurement
 
 from .two_by_two import arm_results

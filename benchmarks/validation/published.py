@@ -20,7 +20,7 @@ import numpy as np
 
 from moelab.experiment import EPBackend, Routing
 from moelab.hardware import cluster_of
-from moelab.judge.published import THROUGHPUT
+from moelab.judge.throughput import THROUGHPUT
 from moelab.layout import check
 from moelab.planning.time.calibration import CALIBRATION, CONSTANTS, Calibration, with_values
 from moelab.planning.time.job import MODEL_OF_ROUTING, STANDARD, Job, Permutation, job_of, titan

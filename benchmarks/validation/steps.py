@@ -33,7 +33,7 @@ from typing import Any
 from moelab.experiment import Experiment
 from moelab.experiment_file import parse, parse_overrides
 from moelab.hardware import cluster_of
-from moelab.judge.two_by_two import CODE, checkpointing_words
+from moelab.judge.throughput import CODE, checkpointing_words
 from moelab.layout import check
 from moelab.layout.sharding import StageModules
 from moelab.model import SHAPES, ModelShape

@@ -24,7 +24,7 @@ from typing import Any
 import pandas as pd
 
 from moelab.judge.arms import arm_label
-from moelab.judge.two_by_two import (
+from moelab.judge.throughput import (
     BASELINE,
     CODE,
     FUSED,

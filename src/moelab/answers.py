@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from moelab.experiment import Experiment
     from moelab.experiment_file import Study
-    from moelab.judge.summary import Report
+    from moelab.judge.report import Report
     from moelab.launch.submit import Submission
     from moelab.layout.mesh import Layout
     from moelab.model.hugging_face import HuggingFaceModel
@@ -813,11 +813,11 @@ class Reported(Answer):
 
     def figures(self) -> dict[str, go.Figure]:
         """Every figure of the report by its caption."""
-        return {one.caption: one.figure for one in pages.report_figures(self.judged)}
+        return dict(pages.report_figures(self.judged))
 
     def tables(self) -> list[TableView]:
         """Every table of the report."""
-        return [one.in_notebook() for one in pages.report_tables(self.judged)]
+        return list(pages.report_tables(self.judged))
 
     def composition(self) -> str:
         """Whether the gains of a two-by-two, whose arms are in the order of a study's, multiply: a sentence."""

@@ -36,7 +36,7 @@ from moelab.experiment import Experiment, OwnHardware
 from moelab.experiment_file import Study, parse_overrides
 
 if TYPE_CHECKING:
-    from moelab.judge.summary import Report
+    from moelab.judge.report import Report
     from moelab.model.hugging_face import HuggingFaceModel
     from moelab.runs.directory import RunDir
     from moelab.traces.explanation import Explanation
@@ -732,10 +732,8 @@ def report(
         NothingToJudge: if no run of a study finished.
     """
     from moelab.judge.report import judge_paths, judge_study
-    from moelab.traces.explanation import explain as explain_traces
 
-    options = {
-        "explain": explain_traces,
+    options: dict[str, Any] = {
         "final_fraction": final_fraction,
         "margin_nats": margin,
         "margin_cap_nats": margin_cap,

@@ -14,8 +14,7 @@ from notebook_support import ROOT, Ran, parameters_of, ran, sbatch_that_tells
 from moelab import run as run_study
 from moelab.errors import BadInput
 from moelab.experiment import EPBackend, Precision
-from moelab.judge.published import THROUGHPUT
-from moelab.judge.two_by_two import measured_arms
+from moelab.judge.throughput import THROUGHPUT, measured_arms
 from moelab.launch.cluster import read_cluster
 from moelab.layout import check
 from moelab.notebooks import execute, read_parameters

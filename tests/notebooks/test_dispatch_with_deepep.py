@@ -10,7 +10,7 @@ import pytest
 from notebook_support import Ran
 from validation.node import SCALING, load_predicted
 
-from moelab.judge.two_by_two import CODE, STOCK, measured_arms
+from moelab.judge.throughput import CODE, STOCK, measured_arms
 from moelab.planning.measured import ALL_TO_ALL_H200, load_measured
 from moelab.planning.project import project
 from moelab.planning.time.calibration import CALIBRATION, with_values

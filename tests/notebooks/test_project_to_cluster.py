@@ -11,7 +11,7 @@ from validation.published import RUN_TO_RUN, published_job
 
 from moelab.errors import Refused
 from moelab.experiment import Routing
-from moelab.judge.published import THROUGHPUT
+from moelab.judge.throughput import THROUGHPUT
 from moelab.planning.project import project
 from moelab.planning.tables import error_table, projected_two_by_two, validation_table, waterfall
 from moelab.planning.time.calibration import CALIBRATION

@@ -17,13 +17,12 @@ import pandas as pd
 import pytest
 from figure_support import notes, shown_page, title
 from run_support import ENDS, curve, make_run, make_study, train
-from stand_in import step_line, titan_line, validation_line
+from stand_in import step_line, titan_line
 
 from moelab.cli import main
 from moelab.data.example_logs import EXAMPLE_LOGS
 from moelab.experiment import Experiment
 from moelab.judge.arms import arm_label
-from moelab.judge.comparison import difference_curve
 from moelab.judge.report import Report, judge_paths
 from moelab.judge.verdict import Answer
 from moelab.model import count_parameters, flops_per_token, shape_of
@@ -85,34 +84,14 @@ def export(path: Path, **columns: Any) -> Path:
 
 def test_our_count_of_mfu_is_torchtitans_own() -> None:
     """The log of a real run holds TorchTitan's MFU at each step, to two decimals."""
-    bf16, mxfp8 = compared(*EXAMPLE_LOGS).sides
-    assert bf16.mfu_percent(causal=False) == pytest.approx(bf16.mfu_logged_percent, abs=0.005)
-    assert bf16.mfu_percent(causal=True) < 0.7 * bf16.mfu_percent(causal=False)
-    assert math.isnan(mxfp8.mfu_logged_percent)
-    assert (bf16.emulated, mxfp8.emulated) == (False, True)
-    rows = read_log(EXAMPLE_LOGS[0]).rows
-    assert bf16.memory_gib == rows["memory_gib"].max()
-    assert np.median(bf16.tps) == rows.loc[rows["step"] > 3, "tps"].median()
-
-
-def test_the_spread_and_the_end_of_a_side(tmp_path: Path) -> None:
-    """Twenty-one steps count for speed and take 1 to 21 s; the norm peaks once and ends at 3."""
-    norms = [2.0] * 12 + [math.inf, 10.0] + [2.0] * 8 + [3.0, 3.0]
-    times = np.cumsum([0, 1, 1, *range(1, 22)])
-    columns = {"loss": 8.0, "tps": [9, 9, 9, *range(100, 121)], "_timestamp": times, "grad_norm": norms, "lr": 0.1}
-    logs = [export(tmp_path / "slow.csv", **columns), export(tmp_path / "fast.csv", **columns | {"tps": 220.0})]
-    report = compared(*logs)
-    assert report.summary["Faster?"].startswith(
-        "fast logged 2 times the tokens/s per GPU of slow (whether model and GPU "
-    )
-    figures = {one.caption.split(":")[0]: one.figure for one in report_figures(report)}
-    box, done = figures["Throughput"].data[0], figures["Step times"].data[0]
-    five = [box.lowerfence, box.q1, box.median, box.q3, box.upperfence]
-    assert [end[0] for end in five] == [101.0, 105.0, 110.0, 115.0, 119.0]
-    seconds = dict(zip(np.round(done.y), done.x, strict=True))
-    assert {share: seconds[share] for share in (0, 5, 50, 100)} == {0: 1, 5: 2, 50: 11, 100: 21}
-    means = report.sides[0].training_means
-    assert (means["grad_norm"].dropna().tolist(), means["lr"].tolist()) == ([*norms[:12], *norms[13:]], [0.1] * 24)
+    report, rows = compared(*EXAMPLE_LOGS), read_log(EXAMPLE_LOGS[0]).rows
+    _, mfu = report_tables(report)
+    logged, ours, causal = mfu.frame.iloc[0, 1:]
+    assert (logged, ours) == pytest.approx((rows.loc[rows["step"] > 3, "mfu"].median(),) * 2, abs=0.005)
+    assert causal < 0.7 * ours
+    assert math.isnan(mfu.frame.iloc[1, 1])
+    assert [side.emulated for side in report.sides] == [False, True]
+    assert report.throughput[0].tps == pytest.approx(rows.loc[rows["step"] > 3, "tps"].median())
 
 
 def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
@@ -122,7 +101,7 @@ def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
     prepend(run.log, gpu_lines(), model_line("671B", count_parameters(shape).total))
     report = compared(run.path, EXAMPLE_LOGS[0])
     expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
-    assert report.sides[0].mfu_percent(causal=True) == pytest.approx(expected)
+    assert report.sides[0].mfu_percent(1000.0, causal=True) == pytest.approx(expected)
     assert provenance(report)[f"Model, {BF16}"] == "671B with top_k 4"
     assert report.summary["On what?"].startswith("671B with top_k 4 and debug on ")
 
@@ -142,16 +121,16 @@ def test_mfu_is_of_the_exact_gpu_and_model(tmp_path: Path, gpu: str, name: str, 
     head = (gpu_lines(gpu), model_line(name, count_parameters(shape).total), plan_line(8))
     (side,) = compared(log_of(tmp_path / "a.log", falling(range(1, 9)), *head)).sides
     expected = 100 * 1000.0 * flops_per_token(shape, 8, causal=True) / peak
-    assert side.mfu_percent(causal=True) == pytest.approx(expected, nan_ok=True)
+    assert side.mfu_percent(1000.0, causal=True) == pytest.approx(expected, nan_ok=True)
 
 
 def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
     wave = 8 + np.sin(np.arange(1, 20_001))
     logs = [export(tmp_path / f"{name}.csv", loss=wave + above) for name, above in (("a", 0.0), ("b", 0.5))]
-    for one in report_figures(compared(*logs)):
-        assert all(len(trace.x) <= 2 * 2002 for trace in one.figure.data)
-        assert "one logged step in 34 is drawn" in title(one.figure)
-        assert {trace.x[-1] for trace in one.figure.data if trace.name} == {20_000}
+    for figure in report_figures(compared(*logs)).values():
+        assert all(len(trace.x) <= 2 * 2402 for trace in figure.data)
+        assert "one logged step in 34 is drawn" in title(figure)
+        assert {trace.x[-1] for trace in figure.data if trace.name} == {20_000}
 
 
 def test_a_difference_is_of_the_steps_that_both_logged(tmp_path: Path) -> None:
@@ -164,24 +143,14 @@ def test_a_difference_is_of_the_steps_that_both_logged(tmp_path: Path) -> None:
     mean, sd = window.mean(), window.std(ddof=1)
     assert (one.steps, one.first_step) == ((10, 20, 30, 40, 50, 60), 31)
     assert (one.nats, one.spread_nats) == pytest.approx((mean, sd))
-    words = "b ends +0.0100 nats from a over steps 31 to 60, 0.0100 from step to step."
-    assert one.sentence() == words
-    assert "b: 60 steps (6 of them logged), 2,000 tokens/s" in report.as_text()
+    assert one.sentence() == "b is +0.0100 nats from a over steps 31 to 60, 0.0100 from step to step."
+    assert "b: 2,000 tokens/s" in report.as_text()
     assert report.summary["On what?"].endswith("60 to 100 steps, 6 to 100 of them logged, one run each.")
-    last = difference_curve(*report.sides, one).iloc[-1]  # one standard deviation over the window to either side
-    assert last[["low", "mean", "high"]].tolist() == pytest.approx([mean - sd, mean, mean + sd])
-    first, second = report.sides
-    assert (first.warmup_steps, second.warmup_steps) == (3, 10)  # the first logged step holds the warm-up
-    assert ([np.median(side.step_time_s) for side in report.sides], len(second.tps)) == ([2.0, 3.0], 5)
-    band = next(trace for trace in report_figures(report)[1].figure.data if trace.name == "b")
-    assert band.y[-1] == pytest.approx(mean)
-
-
-def test_a_clock_that_was_set_back_or_is_of_whole_seconds_times_no_step(tmp_path: Path) -> None:
-    back = log_of(tmp_path / "a.log", falling(range(1, 9)), step_s=-1.0)
-    quarters = [1_760_000_000 + step // 4 for step in range(100)]
-    whole = export(tmp_path / "x.csv", _timestamp=quarters, loss=[8.0] * 100)
-    assert [len(side.step_time_s) for side in compared(back, whole).sides] == [0, 0]
+    _, figure, _ = report_figures(report).values()
+    drawn = next(trace for trace in figure.data if trace.name == "b")
+    assert drawn.y[-1] == pytest.approx(mean)
+    # The first logged step of every tenth holds the warm-up.
+    assert [side.timed["step"].min() for side in report.sides] == [4, 20]
 
 
 # Judged as in a study
@@ -206,10 +175,10 @@ def test_arms_of_studies_are_judged_together_also_where_a_log_is_beside_them(tmp
         Answer.DIFFERENT,
     )  # seed 8 of one arm shifts nothing
     failed = "failed: rank 1: ValueError: x, 2 of 20 steps logged"
-    assert near.excluded == (f"s: {MXFP8}, seed 7: {failed}", f"s: {BF16}, seed 7: not run")
+    assert f"s: MXFP8, seed 7: {failed}; s: BF16, seed 7: not run." in near.sentence()
     settings = "not the settings of this arm's judged runs: lr 0.0001 instead of 0.003"
     assert [row["reason"] for row in report.to_json()["runs"] if not row["used"]] == [failed, settings]
-    assert sum("paired by seed" in one.caption for one in report_figures(report)) == 4  # all verdicts in one, then each
+    assert sum("paired by seed" in caption for caption in report_figures(report)) == 4  # all verdicts in one, then each
     assert [one.sentence() for one in beside.verdicts] == [one.sentence() for one in report.verdicts]
     (log,) = beside.differences
     assert log.words.startswith("bf16_on_h100 is +1.3959 nats from s: BF16 + standard all-to-all over steps 19 to 20")
@@ -217,9 +186,8 @@ def test_arms_of_studies_are_judged_together_also_where_a_log_is_beside_them(tmp
         f"{report.summary['Same loss?']} Not decided: {log.words}. "
         "A single run cannot show what another seed would change."
     )
-    assert f"Note: left out: s: {MXFP8}, seed 7: {failed}" in beside.as_text()
     assert f"Note: left out: t: {BF16}, seed 0: {settings}" in beside.as_text()
-    assert beside.speed_note.startswith("each rank is a CPU process in s: BF16 + standard all-to-all, s: MXFP8")
+    assert beside.no_gain["bf16_on_h100"] == "a CPU process stands in for a GPU"
 
 
 def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
@@ -247,7 +215,7 @@ def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path) -> None:
 def test_runs_of_ours_without_a_finished_one_stand_side_by_side(tmp_path: Path) -> None:
     runs = [train(tmp_path / "s", "bf16", 0, [8.0, math.inf], lr=lr, state=State.FAILED) for lr in (1e-3, 2e-3)]
     report = compared(*(run.path for run in runs))
-    assert (report.verdicts, report.summary["Same loss?"].startswith("Not decided: ")) == ((), True)
+    assert (report.verdicts, report.summary["Same loss?"].startswith("Not decided: ")) == ([], True)
     assert "(2) diverged: loss is inf at step 2" in report.as_text()
     assert report_figures(report)
 
@@ -280,27 +248,27 @@ def test_a_log_that_diverged_says_so_and_is_drawn_up_to_there(tmp_path: Path) ->
     sound = log_of(tmp_path / "ok.log", falling(range(1, 41)))
     bad = log_of(tmp_path / "bad.log", falling(range(1, 31)) | dict.fromkeys(range(31, 41), math.nan))
     report = compared(sound, bad)
-    loss, difference, *_ = report_figures(report)
+    loss, difference, *_ = report_figures(report).values()
     words = "bad diverged: loss is nan at step 31 (segment 0)"
     assert report.differences[0].sentence() == f"{words}."
     assert report.notes[0] == words
-    assert all(words in title(one.figure) for one in (loss, difference))
-    drawn = next(trace for trace in loss.figure.data if trace.name == "bad")
+    assert all(words in title(one) for one in (loss, difference))
+    drawn = next(trace for trace in loss.data if trace.name == "bad")
     assert (drawn.x[-1], drawn.y[-1]) == (30, pytest.approx(7.97))
-    assert notes(loss.figure) == []  # only one of the two has an end to enlarge
-    assert notes(report_figures(compared(sound))[0].figure) == ["all steps", "the last 10 %"]
-    assert [side["final_loss_nats"] is None for side in report.to_json()["sides"]] == [False, True]
+    assert notes(loss) == []  # only one of the two has an end to enlarge
+    assert notes(report_figures(compared(sound))["Training loss."]) == ["all steps", "the last 10 %"]
+    assert [run["final_loss_nats"] is None for run in report.to_json()["runs"]] == [False, True]
 
 
 def test_a_log_that_ended_before_its_planned_steps(tmp_path: Path) -> None:
     whole = log_of(tmp_path / "whole.log", falling(range(10, 101, 10)), plan_line(105))
     killed = log_of(tmp_path / "killed.log", falling(range(10, 61, 10), 0.1), plan_line(105))
     (one,) = compared(whole, killed).differences
-    assert one.sentence() == "killed ended at step 60 of 105; killed is +0.1000 nats from whole at step 60."
+    assert one.sentence() == "killed is at step 60 of 105; killed is +0.1000 nats from whole at step 60."
     cut = tmp_path / "cut.log.gz"  # and of a compressed one what can be read counts
     cut.write_bytes(EXAMPLE_LOGS[1].read_bytes()[:3000])
     (one,) = compared(EXAMPLE_LOGS[0], cut).differences
-    assert (1 < len(one.steps) < 40, "cut ended at step" in one.unfinished) == (True, True)
+    assert (1 < len(one.steps) < 40, "cut is at step" in one.unfinished) == (True, True)
 
 
 def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
@@ -309,13 +277,12 @@ def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
     unstarted = make_run(tmp_path, Experiment(name="u"), [], state=State.FAILED, reason="no space")
     report = compared(loss_alone, speed_alone, unstarted.path, EXAMPLE_LOGS[0])
     as_json = json.loads(json.dumps(report.to_json(), allow_nan=False))
-    first, second, third, _ = as_json["sides"]
-    assert (first["tps"]["median"], first["tps"]["quartiles"], first["tps"]["n"]) == (None, [None, None], 0)
-    assert second["final_loss_nats"] is None
-    assert (third["status"], third["last_step"]) == ("failed: no space", 0)
+    _, second, third, _ = as_json["runs"]
+    assert [*as_json["tps"]] == ["bf16_on_h100", "speed"]
+    assert (second["final_loss_nats"], third["status"]) == (None, "failed")
     assert [one["common_steps"] for one in as_json["differences"]] == [0, 0, 3]
-    assert "loss, speed: no configuration can be read" in report.as_text()
-    assert "Training loss." in [one.caption for one in report_figures(report)]  # of those that logged one
+    assert "loss; speed: no configuration can be read" in report.as_text()
+    assert "Training loss." in report_figures(report)  # of those that logged one
     page = write_study_report(report, tmp_path / "r.html").read_text()
     text = re.sub(r"<script.*?</script>", "", page, flags=re.S)
     assert '<td class="number">–</td>' in text
@@ -323,13 +290,13 @@ def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:
     stills = [export(tmp_path / name / "still.csv", tps=[0] * 9) for name in "ab"]
     still = compared(*stills)
     assert still.summary["Faster?"] == "still (2) and still did not both log tokens/s."
-    assert (report_figures(still), [math.isnan(row[8]) for row in report_tables(still)[0].rows]) == ([], [True] * 2)
+    assert report_figures(still) == {}
 
 
 def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     faster, loss, what = compared(*EXAMPLE_LOGS).summary.values()
-    assert faster.startswith("Not measured for mxfp8_emulated_on_h100: emulated kernels are slower")
-    words = "Not decided: mxfp8_emulated_on_h100 ends -0.0545 nats from bf16_on_h100 over steps 37 to 40."
+    assert faster.startswith("Not measured for mxfp8_emulated_on_h100 over bf16_on_h100: emulated kernels are slower")
+    words = "Not decided: mxfp8_emulated_on_h100 is -0.0545 nats from bf16_on_h100 over steps 37 to 40."
     assert loss.startswith(words)
     assert what.startswith("debug on NVIDIA H100 80GB HBM3, EP 2, sequences of 2048 tokens, ")
     losses = falling(range(1, 41))
@@ -340,7 +307,7 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(slow).summary["Faster?"] == "There is nothing to compare with."
     cpu = log_of(tmp_path / "cpu.log", losses, gpu_lines().replace("CUDA capacity: NVIDIA", "CPU capacity:"), tps=9)
-    words += "; not measured for cpu: a CPU process stands in for a GPU."
+    words += "; not measured for cpu over slow: a CPU process stands in for a GPU."
     assert compared(slow, fast, cpu).summary["Faster?"] == words
     prepend(slow, gpu_lines("NVIDIA H100"))
     before = slow.read_text()
@@ -356,19 +323,15 @@ def test_logs_of_other_steps_are_not_held_against_each_other(tmp_path: Path) -> 
     first, second = (log_of(tmp_path / f"{n}.log", falling(steps)) for n, steps in enumerate((tens, fives)))
     report = compared(first, second)
     assert "1 and 0 have no step with a loss in common at the end." in report.as_text()
-    assert report_figures(report)
+    assert len(report_figures(report)) == 2  # none of a difference
     seldom = log_of(tmp_path / "seldom.log", falling(range(100, 401, 100), 0.5))
     one_less = log_of(tmp_path / "one-less.log", falling(range(1, 400)))
     assert compared(one_less, seldom).differences[0].words == "seldom is +0.5000 nats from one-less at step 300"
     short = log_of(tmp_path / "short.log", falling(range(1, 51), 0.5))
-    for log, end in ((first, 1000), (short, 50)):
-        log.write_text(log.read_text() + validation_line(end, 7.0))
-    report = compared(first, short)
-    assert "short is +0.5000 nats from 0 at step 50" in report.summary["Same loss?"]
-    assert "the held-out losses are of different steps: 0 step 1,000, short step 50" in report.notes
+    assert "short is +0.5000 nats from 0 at step 50" in compared(first, short).summary["Same loss?"]
     goes_on = export(tmp_path / "on.csv", loss=[8.0] * 50 + [None] * 50, tps=[1000.0] * 100)
     report = compared(log_of(tmp_path / "half.log", dict.fromkeys(range(1, 51), 7.5)), goes_on)
-    assert "on ends +0.5000 nats from half over steps 46 to 50" in report.summary["Same loss?"]
+    assert "on is +0.5000 nats from half over steps 46 to 50" in report.summary["Same loss?"]
 
 
 def test_logs_of_other_work_have_no_ratio_of_speeds(tmp_path: Path) -> None:
@@ -376,10 +339,9 @@ def test_logs_of_other_work_have_no_ratio_of_speeds(tmp_path: Path) -> None:
     debug, other = (log_of(tmp_path / f"{name}.log", losses, model_line(name, 1)) for name in ("debugmodel", "16B"))
     report = compared(debug, other)
     assert report.no_gain == {"16B": "model 16B against debug"}
-    assert "(they also differ in model)" in report.summary["Same loss?"]
-    claim = "no gain of 16B over debugmodel is claimed: model 16B against debug"
-    assert any(claim in title(one.figure) for one in report_figures(report))
-    assert [row[8] for row in report_tables(report)[0].rows] == pytest.approx([1.0, math.nan], nan_ok=True)
+    assert "(they also differ: model 16B against debug)" in report.summary["Same loss?"]
+    claim = "no gain is claimed for 16B over debugmodel: model 16B against debug"
+    assert any(claim in title(figure) for figure in report_figures(report).values())
     assert compared(other, log_of(tmp_path / "unknown.log", losses)).no_gain == {}
     assert report_figures(compared(log_of(tmp_path / "zero.log", dict.fromkeys(losses, 0.0))))
 
@@ -387,10 +349,7 @@ def test_logs_of_other_work_have_no_ratio_of_speeds(tmp_path: Path) -> None:
 def test_one_log_has_a_report_of_its_own() -> None:
     report = compared(EXAMPLE_LOGS[0])
     assert (report.title, report.differences) == ("Run bf16_on_h100", [])
-    assert len(report_figures(report)) == 4  # loss, throughput, step times, gradient norm
-    (done,) = report_figures(report)[2].figure.data  # percent of the steps that took at most so long
-    seconds = report.sides[0].step_time_s
-    assert [done.x[list(done.y).index(share)] for share in (0, 100)] == [min(seconds), max(seconds)]
+    assert len(report_figures(report)) == 2  # loss and throughput
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "empty.log", "bytes.log", "no_steps.csv", "torn.json"])
@@ -463,7 +422,7 @@ def test_a_wandb_configuration_is_read_without_names_and_keys(tmp_path: Path) ->
     for config, name in ((first, "a"), (second, "b")):  # whoever ran it, and what is held out, is no difference
         held_out = f"validation: {{seq_len: {len(config.parts) + ord(name)}}}"
         config.write_text(f"model: {{tokenizer_path: {name}}}\n{held_out}\nuser: {{value: {name}}}\n")
-    assert compared(*exports).differences[0].differing == ("model.tokenizer_path",)
+    assert compared(*exports).differences[0].differing == "model.tokenizer_path b against a"
     export(exports[0].with_name("another.csv"), **{LOSS: [8.0, 7.0]})  # now the configuration may be either's
     assert compared(exports[0]).sides[0].settings.values == {}
 
@@ -513,8 +472,8 @@ def test_the_command_writes_one_page_and_one_object(tmp_path: Path, capsys: pyte
     command = ["report", str(make_study(tmp_path)), str(EXAMPLE_LOGS[1]), "--output", str(page)]
     assert main([*command, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    labels = [side["label"] for side in printed["sides"]]
-    assert (printed["report"], labels) == (str(page), [BF16, MXFP8, "mxfp8_emulated_on_h100"])
+    labels = dict.fromkeys(run["side"] for run in printed["runs"])
+    assert (printed["report"], [*labels]) == (str(page), [BF16, MXFP8, "mxfp8_emulated_on_h100"])
     shown = html.unescape(shown_page(page.read_text()))
     assert "moelab report s mxfp8_emulated_on_h100.log.gz" in shown
     assert "python -m torch.distributed.run" in shown

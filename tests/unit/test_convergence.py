@@ -15,7 +15,6 @@ from statsmodels.stats.weightstats import ttost_paired
 
 from moelab.errors import BadInput
 from moelab.judge import verdict as verdicts
-from moelab.judge.convergence import compare_convergence, final_losses
 from moelab.judge.equivalence import (
     COPIES_SPREAD,
     MARGIN_FLOOR,
@@ -29,7 +28,14 @@ from moelab.judge.equivalence import (
     seeds_needed,
     trimmed_sd,
 )
-from moelab.judge.verdict import Answer, ArmSeeds, Doubtful, Verdict, correct_for_arms
+from moelab.judge.verdict import (
+    Answer,
+    ArmSeeds,
+    Verdict,
+    compare_convergence,
+    correct_for_arms,
+    final_losses,
+)
 
 ALPHA = 0.05
 FACTOR = 2.0
@@ -290,9 +296,7 @@ def test_the_numbers_behind_an_answer():
     unpaired = judge(shifted(0.003, 0.005, 0.001), REFERENCE)  # seed 3 counts for the spread only
     assert unpaired.seeds == (0, 1, 2)
     assert unpaired.reference_sd == pytest.approx(trimmed_sd(list(REFERENCE.values()))[0])
-    assert judge(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE).t_p < 0.001
-    given = judge(SAME, SAME, margin_nats=0.01)  # differences of zero are no evidence of one
-    assert (given.tost_p, given.t_p, given.margin_source) == (0.0, 1.0, "given")
+    assert judge(SAME, SAME, margin_nats=0.01).margin_source == "given"
 
 
 YES, NO, OPEN, NOT_YET = Answer.EQUIVALENT, Answer.DIFFERENT, Answer.INSUFFICIENT, Answer.NOT_TRAINED
@@ -315,7 +319,6 @@ UNTAUGHT = {seed: loss + 6.85 - 3.6 for seed, loss in EIGHT.items()}  # lower th
 DULL = {seed: 6.866 + 0.02 * (seed % 3 - 1) for seed in range(6)}
 SCATTERED = {seed: 6.7 + 50 * (loss - 3.6) for seed, loss in EIGHT.items()}
 LIKE_WIDE = nearly(SCATTERED)
-DOUBTFUL = {4: Doubtful("nan in a damaged record")}
 
 
 def case(arm, reference, answer, words, **options):
@@ -331,7 +334,13 @@ ANSWERS = {
     "three seeds": case(shifted(0.001, 0.002, 0.003), REFERENCE, YES, "n = 3", margin_nats=0.05),
     "small shift": case(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, YES, r"equ.* a shift of \+0.0040 nats\."),
     "to the last digit": case(REFERENCE, REFERENCE, YES, "same to the last digit: both may have run the same"),
-    "one run twice": case(shifted(*NEAR), REFERENCE | {1: 3.6}, YES, "Seeds 0, 1 of BF16 end at the", margin_nats=0.1),
+    "one run twice": case(
+        shifted(*NEAR),
+        REFERENCE | {1: 3.6},
+        YES,
+        "seeds 0, 1 of BF16 to the last d",
+        margin_nats=0.1,
+    ),
     "across the margin": case(shifted(*ACROSS), REFERENCE, OPEN, r"zero is not excl.* \d+ to (more than )?\d+ common"),
     "beside zero": case(shifted(0.05, 0.01, 0.06, 0.03), REFERENCE, OPEN, "zero is excluded", margin_nats=0.05),
     "far too few seeds": case(
@@ -355,7 +364,7 @@ ANSWERS = {
     ),
     "no spread, but past the cap": case(dict.fromkeys(SAME, 4.6), SAME, NO, "no margin"),
     "no spread, and a given margin": case(SAME, SAME, YES, "90 % interval", margin_nats=0.01),
-    "past a given margin": case(dict.fromkeys(SAME, 4.6), SAME, NO, "wider than the usual cap 0.0370", margin_nats=0.1),
+    "past a given margin": case(dict.fromkeys(SAME, 4.6), SAME, NO, "above the usual cap 0.0370", margin_nats=0.1),
     "past the cap of a wide scatter": case(WORSE, SCATTER, NO, r"margin ±(0\.\d+) \(cap \1\)"),
     "within a wider cap": case(WORSE, SCATTER, YES, r"margin ±0\.[1-4]\d+ \(cap 0.5000\)", margin_cap_nats=0.5),
     "a seed astray": case(UP_ASTRAY, ASTRAY, OPEN, r"^Insuff.*: seed 4 of .* BF16 lies.*--drop-seed 4.*cap 0\.0363"),
@@ -369,11 +378,7 @@ ANSWERS = {
         LIKE_EIGHT, EIGHT | {4: math.nan}, OPEN, r"1 of 8 .* reference BF16.*\(seed 4: loss"
     ),
     "diverged in both": case(NAN_4, EIGHT | {4: math.inf}, YES, "n = 7 .*diverged in both: seed 4: loss"),
-    "lost to a machine": case(LIKE_OTHERS, EIGHT, YES, "Left out: MXFP8, seed 4: x; assumed", arm_lost=WHY_4),
-    "may have diverged": case(
-        LIKE_OTHERS, EIGHT, OPEN, r"^Insuff.*: 1 of 8 .* MXFP8 .*\(seed 4: nan", arm_lost=DOUBTFUL
-    ),
-    "the reference may have": case(LIKE_EIGHT, OTHERS, OPEN, "1 of 8 .* BF16 may have", reference_lost=DOUBTFUL),
+    "lost to a machine": case(LIKE_OTHERS, EIGHT, YES, "Left out, as .*: MXFP8, seed 4: x", arm_lost=WHY_4),
     "diverged unlike nothing": case(NAN_4, OTHERS, OPEN, "which has no result for them", reference_lost=GONE),
     "and is far off": case(nearly(UNTAUGHT, nan=[4]), OTHERS, NO, "which has no result", reference_lost=GONE),
     "once unlike a result": case(NAN_4_5, OTHERS, NO, r"^Different: 2 of 8 .* not in BF16 \(", reference_lost=GONE),
@@ -461,7 +466,8 @@ def test_a_final_loss_is_the_mean_of_the_last_tenth_and_runs_without_one_are_nam
     assert (arm.losses.keys(), arm.diverged) == ({1, 2, 3}, {0: "loss is not finite at step 78"})
     (verdict,) = compare_convergence(final, reference="bf16_standard")
     assert (verdict.answer, verdict.seeds) == (Answer.DIFFERENT, (3,))
-    assert verdict.excluded[1:] == tuple(f"bf16_standard, seed {seed}: {why}" for seed, why in reference.lost.items())
+    left_out = "; ".join(f"seed {seed}: {why}" for seed, why in reference.lost.items())
+    assert f"speaks against it: BF16, {left_out}." in verdict.sentence()
     assert "in the mean loss of steps 73 to 80" in verdict.sentence()
 
 

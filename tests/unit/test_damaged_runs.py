@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_support import ENVIRONMENT, train
+from run_support import ENVIRONMENT, record_machine, train
 
 from moelab.cli import main
 from moelab.experiment import Experiment
@@ -95,7 +95,7 @@ def reported(capsys: pytest.CaptureFixture[str], *paths: Path) -> dict[str, Any]
 def test_a_damaged_file_degrades_its_run_by_name_and_no_other(
     sound: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(page, "report_figures", lambda judged: [])  # most of the time; drawn in the test below
+    monkeypatch.setattr(page, "report_figures", lambda judged: {})  # most of the time; drawn in the test below
     study = shutil.copytree(sound, tmp_path / "s")
     damaged = {}
     for seed, kind in enumerate(DAMAGES, start=len(SOUND)):
@@ -146,7 +146,7 @@ def test_a_study_with_every_damage_is_drawn_and_has_a_page(tmp_path: Path, capsy
     shown = (study / "report.html").read_text()
     words = "environment.json is damaged: machine and versions unknown"
     assert words in shown
-    assert "Runs that are not judged" in shown
+    assert "not judged, as" in shown
     side_by_side = reported(capsys, study, study / "bf16_standard")
     assert words in side_by_side["note"]
     assert len(side_by_side["runs"]) == 3 * len(names) + 3
@@ -202,10 +202,12 @@ def test_what_is_unknown_makes_no_gain_and_is_told_in_the_provenance(tmp_path: P
     for seed in SOUND:
         run_of(study, "bf16", seed)
         shutil.rmtree(run_of(study, "mxfp8", seed).path / "launch" / "converted")  # emulated ones would seem real
-    damage(run_of(study, "bf16", 3).path / "environment.json", "cut")
+    last = run_of(study, "bf16", 3).path / "environment.json"
+    record_machine(study, gpus=[{"name": "NVIDIA H100"}])
+    damage(last, "cut")
     judged = judge_study(study)
     assert judged.gains == []
-    assert "is claimed: one of the arms has no run whose machine and kernels are known" in judged.as_text()
+    assert "one of the arms has no run whose machine and kernels are known" in judged.summary["Faster?"]
     assert "launch/converted has no record: which modules ran in MXFP8 is unknown" in judged.as_text()
-    assert provenance(judged)["Hardware"] == "A processor, 2 cores, no GPU in 6 runs, unknown in 1 run"
-    assert "torch 2.14.0 in 6 runs, unknown in 1 run" in provenance(judged)["Software"]
+    assert provenance(judged)["machine"] == "1 × NVIDIA H100 in 6 runs, unknown in 1 run"
+    assert provenance(judged)["torch"] == "2.14.0 in 6 runs, unknown in 1 run"

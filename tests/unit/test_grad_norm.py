@@ -138,11 +138,11 @@ def test_a_report_names_the_run_and_marks_its_steps(tmp_path: Path, capsys: pyte
     for paths, note in (([tmp_path / "s"], of_study), ([sick], f"sick: {words}"), ([normal, sick], f"sick: {words}")):
         report = judge_paths(paths)
         assert note in report.notes
-        loss, *others = report_figures(report)
-        assert note in title(loss.figure)
-        (marks,) = (trace for trace in loss.figure.data if trace.name == "gradient norm not finite")
+        loss, *others = report_figures(report).values()
+        assert note in title(loss)
+        (marks,) = (trace for trace in loss.data if trace.name == "gradient norm not finite")
         assert list(zip(marks.x, marks.y, strict=True)) == [(step, pytest.approx(loss_of(step))) for step in (3, 4)]
-        assert not any(trace.name == "gradient norm not finite" for one in others for trace in one.figure.data)
+        assert not any(trace.name == "gradient norm not finite" for one in others for trace in one.data)
     assert not any("gradient" in note for note in judge_paths([normal]).notes)
     assert main(["report", str(tmp_path / "s"), "--json", "--output", str(tmp_path / "r.html")]) == 0
     assert of_study in json.loads(capsys.readouterr().out)["note"]

@@ -149,16 +149,16 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     # What changes within the steps
     "drift through zero": (
         {"mxfp8": lambda _, losses: losses + np.where(END, (STEP - 95.5) / 9 * 0.2, -0.1)},
-        r"Not decided: insufficient data: the difference of MXFP8 from BF16 drifts through zero: within steps 91 to "
+        r"Not decided: insufficient data: the difference of MXFP8 from BF16 still changes: within steps 91 to "
         r"100 it goes from -0\.09\d\d to \+0\.10\d\d nats",
     ),
     "still catching up": (
         {"mxfp8": lambda _, losses: losses + 0.8 * (STEPS - STEP) / STEPS - 0.03},
-        r"Not decided: insufficient data: the difference .* drifts through zero",
+        r"Not decided: insufficient data: the difference .* still changes",
     ),
     "catching up slowly": (
         {"mxfp8": lambda _, losses: losses + 0.1 * (STEPS - STEP) / STEPS},
-        r"Yes, with a caution: MXFP8 ends .*The difference of MXFP8 from BF16 still shrinks: within steps 91 to 100 it "
+        r"Yes, with a caution: MXFP8 ends .*The difference of MXFP8 from BF16 still changes: within steps 91 to 100 it "
         r"goes from \+0\.01",
     ),
     "a change that rounding might make": (
@@ -167,12 +167,12 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "falling behind": (
         {"mxfp8": lambda _, losses: losses + np.where(STEP > 80, 0.0025 * (STEP - 85), 0.0)},
-        r"Not decided: insufficient data: the difference .* still grows",
+        r"Not decided: insufficient data: the difference .* still changes",
     ),
     # What an arm alone does is not known
     "other seeds": (
         {"arm_ends": {seed + 10: end + 1.0 for seed, end in ENDS.items()}},
-        r"Not decided: MXFP8 and BF16 \(both .*\) have no finished seed in common; unpaired, the mean of 4 against 4 "
+        r"Not decided: MXFP8 and BF16 have no finished seed in common; unpaired, the mean of 4 against 4 "
         r"seeds differs by \+1\.0000 nats in the mean loss of steps 91 to 100\.$",
     ),
     "another learning rate": (
@@ -229,34 +229,32 @@ def rerun(runs: Path, by: float, precision: str = "mxfp8", **options: Any) -> Re
 def test_an_arm_that_was_trained_again_until_it_was_equal(tmp_path: Path) -> None:
     report = rerun(tmp_path, 1.0)
     words = (
-        r"Not decided: insufficient data: 4 runs of MXFP8 that had finished were replaced by others \(seed \d at 4\.\d+"
+        r"Not decided: insufficient data: runs of MXFP8 that had finished or diverged were replaced by others "
+        r"\(seed \d at 4\.\d+"
     )
-    assert re.match(words + r" nats, \+1\.0000 from BF16; .*; and 1 more\)\.$", report.summary["Same loss?"])
+    assert re.match(words + r" nats, a difference of \+1\.0000; .*; and 1 more\)\.$", report.summary["Same loss?"])
     (verdict,) = report.verdicts
     assert (verdict.answer, verdict.n_seeds) == (Answer.INSUFFICIENT, 4)
 
 
 def test_a_reference_that_was_trained_again_until_it_was_as_bad(tmp_path: Path) -> None:
     opening = rerun(tmp_path, -0.3, "bf16").summary["Same loss?"]
-    assert opening.startswith(
-        "Not decided: insufficient data: 4 runs of BF16 that had finished were replaced by others"
-    )
-    assert "seed 1 at 3.0400 nats, +0.3000 from there to MXFP8" in opening
+    assert opening.startswith("Not decided: insufficient data: runs of BF16 that had finished or diverged were")
+    assert "seed 1 at 3.0400 nats, a difference of +0.3000" in opening
 
 
 def test_a_run_that_was_trained_again_with_the_same_end_is_told_of(tmp_path: Path) -> None:
     opening = rerun(tmp_path, 0.004).summary["Same loss?"]
     assert opening.startswith("Yes, with a caution: MXFP8 ends +0.0000 nats from BF16")
-    assert "4 runs of MXFP8 that had finished were replaced by others (seed 0 at 3.3040 nats, +0.0040 from" in opening
+    assert "replaced by others (seed 0 at 3.3040 nats, a difference of +0.0040; " in opening
 
 
 def test_a_divergence_is_not_undone_by_another_attempt(tmp_path: Path) -> None:
     study = make(tmp_path)
     older(train(study, "mxfp8", 0, [*curve(3.3, 0)[:40], math.nan], steps=STEPS))
-    words = (
-        "Not decided: insufficient data: 1 run of MXFP8 that diverged was replaced by another (seed 0: loss is nan at"
-    )
-    assert judged(study).summary["Same loss?"].startswith(words)
+    opening = judged(study).summary["Same loss?"]
+    assert opening.startswith("Not decided: insufficient data: runs of MXFP8 that had finished or diverged were")
+    assert "(seed 0: loss is nan at step 41" in opening
 
 
 def test_what_another_attempt_at_a_dropped_seed_says_is_dropped_too(tmp_path: Path) -> None:
@@ -286,11 +284,10 @@ def test_the_log_of_a_lost_seed_is_held_against_the_reference(tmp_path: Path, pr
     reason = f"{name}, seeds 4, 5: failed: Slurm: TIMEOUT, 60 of 100 steps logged"
     if abs(by) < 0.1:
         assert report.summary["Same loss?"].startswith("Yes: ")
-        assert f"Left out: {reason}; where these logs end, the difference was as usual." in report.as_text()
+        assert f"Left out, as nothing that they logged speaks against it: {reason}." in report.as_text()
     else:
         words = f"insufficient data: MXFP8 was {by:+.4f} nats from BF16 where the logs of lost runs end ({reason})."
         assert report.summary["Same loss?"] == f"Not decided: {words}"
-    assert "assumed to be unrelated" not in report.as_text()
 
 
 def test_a_lost_seed_is_apart_only_where_the_judged_ones_are_not(tmp_path: Path) -> None:
@@ -305,7 +302,7 @@ def test_a_lost_seed_is_apart_only_where_the_judged_ones_are_not(tmp_path: Path)
 def test_an_attempt_that_was_killed_and_made_again_is_held_against_the_reference_too(tmp_path: Path) -> None:
     study = make(tmp_path)
     older(train(study, "mxfp8", 0, curve(3.6, 0)[:60].tolist(), steps=STEPS, state=State.CANCELLED))
-    words = "MXFP8 was +0.3000 nats from BF16 where the log of a lost run ends (MXFP8, seed 0: cancelled)."
+    words = "MXFP8 was +0.3000 nats from BF16 where the logs of lost runs end (MXFP8, seed 0: cancelled)."
     assert judged(study).summary["Same loss?"] == f"Not decided: insufficient data: {words}"
 
 
@@ -359,9 +356,9 @@ def test_arms_of_other_lengths_are_judged_where_the_shorter_ends(tmp_path: Path)
     log_only(tmp_path / "s", "mxfp8", lambda step: step in (91, 97))
     report = judged(tmp_path / "s")
     words = "logged none of their last steps in common; unpaired, the mean of 4 against 4 seeds differs by +0.5"
-    assert report.summary["Same loss?"].startswith(f"Not decided: MXFP8 and BF16 (both standard all-to-all) {words}")
+    assert report.summary["Same loss?"].startswith(f"Not decided: MXFP8 and BF16 {words}")
     (verdict,) = report.verdicts
-    assert (verdict.answer, verdict.excluded) == (Answer.INSUFFICIENT, ())
+    assert verdict.answer is Answer.INSUFFICIENT
     assert verdict.settled_by == "Train both arms for as many steps, and log the same ones."
 
 

@@ -42,8 +42,7 @@ from validation.table import (
 from validation.two_by_two import arm_results
 
 from moelab.experiment import Precision, Routing
-from moelab.judge.published import THROUGHPUT
-from moelab.judge.two_by_two import CODE, STOCK_CHECKPOINTING
+from moelab.judge.throughput import CODE, STOCK_CHECKPOINTING, THROUGHPUT
 from moelab.model import shape_of
 from moelab.planning.measured import ALL_TO_ALL, GROUPED_GEMM, TWO_BY_TWO, load_measured
 from moelab.planning.tables import (

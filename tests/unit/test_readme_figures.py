@@ -20,7 +20,7 @@ from validation.table import full_node_rows, with_errors
 from validation.two_by_two import DEPTHS, arm_results, checkpointing_pairs, goal_sentences, layer_gains
 
 from moelab.hardware import cluster_of
-from moelab.judge.two_by_two import CODE, STOCK
+from moelab.judge.throughput import CODE, STOCK
 from moelab.layout import check
 from moelab.planning.measured import FULL_NODE, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.memory import estimate

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 from figure_support import shown_page
-from run_support import ENDS, STEPS, curve, make_run, make_study, record_machine, train
+from run_support import ENDS, STEPS, curve, make_run, make_study, record_machine, record_native, train
 from secret_shapes import SHAPES
 from stand_in import validation_line
 
-from moelab import data
 from moelab.cli import main
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
@@ -28,7 +27,6 @@ from moelab.files import write_json
 from moelab.judge.report import NothingToJudge, judge_study
 from moelab.runs.directory import find
 from moelab.runs.status import State
-from moelab.traces.explanation import explain
 from moelab.viz.report import provenance, report_figures, write_study_report
 
 FAILED = {"losses": [8.0], "state": State.FAILED, "reason": "rank 0: ValueError: x"}
@@ -44,6 +42,8 @@ def page_of(study: Path, **options: bool) -> str:
 
 
 def test_the_verdict_of_known_numbers(study: Path) -> None:
+    record_machine(study, gpus=[{"name": "NVIDIA B200", "driver": "580.1"}] * 2)
+    record_native(study)
     judged = judge_study(study)
     (verdict,), (held_out,), (gain,) = judged.verdicts, judged.held_out, judged.gains
     assert verdict.mean_difference_nats == pytest.approx(0.0035, abs=1e-5)
@@ -52,7 +52,7 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
     assert (verdict.reference_losses, gain.ratio) == (pytest.approx(ENDS, abs=1e-5), pytest.approx(0.5))
     text = judged.as_text()
     assert "\n8 of 8 runs finished\nMXFP8 differs from BF16 (both standard all-to-all) by +0.0035 nats" in text
-    assert all(words in text for words in ("500 tokens/s per rank", "-50.0 %"))
+    assert all(words in text for words in ("500 tokens/s per GPU", "-50.0 %"))
     as_json = json.loads(json.dumps(judged.to_json(), allow_nan=False))
     assert (as_json["study"], as_json["finished"], as_json["judged"], len(as_json["runs"])) == ("s", 8, 8, 8)
     assert [one["answer"] for one in as_json["verdicts"]] == ["equivalent", "equivalent"]
@@ -62,8 +62,8 @@ def test_the_verdict_of_known_numbers(study: Path) -> None:
 @pytest.mark.parametrize(
     ("runs", "finished", "words"),
     [
-        ({"bf16": {}}, ["bf16_standard"], "No verdict: no run of an arm besides the reference bf16_standard finished"),
-        ({"bf16": FAILED, "mxfp8": {}}, ["mxfp8_standard"], "No verdict: no run of the reference bf16_standard fini"),
+        ({"bf16": {}}, ["bf16_standard"], "1 of 1 runs finished"),
+        ({"bf16": FAILED, "mxfp8": {}}, ["mxfp8_standard"], "Same loss? Not known: no run of the reference finished."),
     ],
 )
 def test_a_study_without_a_verdict(tmp_path: Path, runs: dict[str, Any], finished: list[str], words: str) -> None:
@@ -71,7 +71,7 @@ def test_a_study_without_a_verdict(tmp_path: Path, runs: dict[str, Any], finishe
         train(tmp_path / "s", precision, **options)
     judged = judge_study(tmp_path / "s")
     assert [side.name for side in judged.sides if side.finished] == finished
-    assert judged.verdicts == judged.gains == judged.held_out == []
+    assert [*judged.verdicts, *judged.gains, *judged.held_out] == []
     assert words in judged.as_text()
     assert len(runs) == 1 or FAILED["reason"] in page_of(tmp_path / "s")
 
@@ -99,9 +99,9 @@ def test_nothing_finished(tmp_path: Path) -> None:
     first, *rest = str(refused.value).splitlines()
     assert (refused.value.exit_code, first) == (1, "no run of s finished:")
     assert [line.split(": ", 1)[1] for line in rest] == [
-        "failed: rank 0: ValueError: x",
-        f"failed: loss is nan at step {STEPS} (segment 0)",
-        f"completed: {STEPS - 1} of {STEPS} steps logged",
+        f"failed: rank 0: ValueError: x, 1 of {STEPS} steps logged",
+        f"diverged: loss is nan at step {STEPS} (segment 0)",
+        f"completed, {STEPS - 1} of {STEPS} steps logged",
     ]
 
 
@@ -123,7 +123,7 @@ def test_a_held_out_loss_that_is_nan_or_missing(tmp_path: Path) -> None:
     assert held_out.seeds == (1, 2, 3)
     words = "Different: 1 of 6 seeds diverged in MXFP8 and not in BF16 (seed 0: the held-out loss is nan)"
     assert held_out.sentence().startswith(words)
-    assert f"Left out: MXFP8, seeds 4, 5: no held-out loss was logged at step {STEPS}" in held_out.sentence()
+    assert f"MXFP8, seeds 4, 5: no held-out loss was logged at step {STEPS}" in held_out.sentence()
     json.dumps(judged.to_json(), allow_nan=False)
     shown = shown_page(page_of(some)).replace("the held-out loss is nan", "")
     assert not re.search(r"\bnan\b", shown, re.I)
@@ -180,10 +180,11 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
         return list(judge_study(study).summary.values())
 
     def has_throughput() -> bool:
-        return any(figure.caption.startswith("Throughput") for figure in report_figures(judge_study(study)))
+        return any(caption.startswith("Throughput") for caption in report_figures(judge_study(study)))
 
     faster, loss, what = summary("emulated")
-    assert faster == "Not measured: a CPU process stands in for a GPU here, so its tokens/s say nothing about a GPU's."
+    over = "Not measured for MXFP8 over BF16 (both standard all-to-all): "
+    assert faster == f"{over}a CPU process stands in for a GPU."
     assert loss.startswith("Yes: MXFP8 ends +0.0035 nats from BF16 (95 % interval ")
     work = "EP 2, sequences of 256 tokens, local batch 4, learning rate 0.003; 20 steps, 4 seeds each."
     assert (what, has_throughput()) == (f"nano on 2 processes of A processor, {work}", False)
@@ -192,11 +193,12 @@ def test_a_report_answers_three_questions_first(study: Path) -> None:
     assert faster.endswith("n = 4 seeds).")  # and its sign is known
     assert (what, has_throughput()) == (f"nano on 2 × NVIDIA B200, {work}", True)
     faster, _, _ = summary("emulated", gpus=[{"name": "NVIDIA H100", "driver": "580.1"}] * 2)
-    assert faster.startswith("Not measured for MXFP8 + standard all-to-all: emulated kernels are slower")
-    assert judge_study(study, reference="mxfp8_standard").summary["Faster?"] == faster
+    assert faster == f"{over}emulated kernels are slower than real ones."
+    faster = judge_study(study, reference="mxfp8_standard").summary["Faster?"]
+    assert faster.endswith("BF16 over MXFP8 (both standard all-to-all): emulated kernels are slower than real ones.")
     page = html.unescape(page_of(study))
-    assert "The same in all: model nano · GPU NVIDIA H100" in page
-    assert "sequence length, tokens 256 · local batch, sequences 4 · steps 20 · learning rate 0.003" in page
+    assert "The same in all: model nano · " in page
+    assert all(f" · {words} · " in page for words in ("seq_len 256", "local_batch 4", "gpu NVIDIA H100"))
     train(study, "fp8", 0, [*curve(5.0)[:-1], math.nan])
     assert "No: different: " in judge_study(study).summary["Same loss?"]
 
@@ -233,41 +235,6 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
     with_paths = html.unescape(shown_page(page_of(study, with_paths=True)))
     assert f"--dump_folder {study}/bf16_standard/seed" in with_paths
     assert "WANDB_API_KEY=*** was refused" in with_paths  # keys stay hidden all the same
-
-
-def test_the_parts_of_a_traced_step_are_shown(study: Path) -> None:
-    before = len(report_figures(judge_study(study)))
-    traced, damaged = (next(run for run in find(study) if run.arm.startswith(arm)) for arm in ("bf16", "mxfp8"))
-    for run in (traced, damaged):
-        (run.path / "traces").mkdir()
-    packaged = Path(data.__path__[0]) / "measured" / "trace_two_h200_full_standard.json.gz"
-    shutil.copy(packaged, traced.path / "traces" / "rank0.json.gz")
-    (damaged.path / "traces" / "rank0.json").write_text("no trace")
-    judged = judge_study(study, explain=explain)
-    bars = report_figures(judged)[before].figure
-    assert [sum(bar.x[0] for bar in bars.data)] == pytest.approx([707.7], abs=0.5)
-    assert len(bars.data[0].y) == 1
-    (note,) = [note for note in judged.notes if "rank0.json" in note]
-    assert ("rank0.json is not a Kineto trace" in note, str(study) in note) == (True, False)
-    assert "What a traced step is made of." in write_study_report(judged, study / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("/home/alice/runs/s/arm/seed0/x", "runs/s/arm/seed0/x"),
-        ("/home/runs/alice/lab/runs/s/arm/seed0/x", "runs/s/arm/seed0/x"),
-        ("--log-dir=/home/alice/runs/s/logs", "--log-dir=runs/s/logs"),
-        ("/data/alice/out/s/arm/seed0/x/experiment.yaml", "…/experiment.yaml"),
-        ("'/home/alice smith/my runs/out/experiment.yaml'", "…/experiment.yaml"),
-        ("'MOELAB_EXPERIMENT=/home/alice smith/runs/s/experiment.yaml'", "MOELAB_EXPERIMENT=runs/s/experiment.yaml"),
-        ("/home/alice/.venv/bin/python3.11 -m torch.distributed.run", "python3.11 -m torch.distributed.run"),
-        ("--rdzv-endpoint=localhost:0", "--rdzv-endpoint=localhost:0"),
-    ],
-)
-def test_commands_are_shown_without_folders(tmp_path: Path, before: str, after: str) -> None:
-    (train(tmp_path / "s").path / "launch" / "command.sh").write_text(before + "\n")
-    assert provenance(judge_study(tmp_path / "s"))["Command, BF16 + standard all-to-all, seed 0"] == after
 
 
 def test_no_shape_of_a_secret_in_a_reason_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

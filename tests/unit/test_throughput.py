@@ -9,8 +9,7 @@ from scipy import stats
 
 from moelab.errors import BadInput
 from moelab.judge.arms import arm_label, contrast
-from moelab.judge.published import GAINS, THROUGHPUT, published_tps
-from moelab.judge.throughput import arm_throughput, gain, interaction
+from moelab.judge.throughput import GAINS, THROUGHPUT, arm_throughput, gain, interaction, published_tps
 
 
 def throughput_table(tps_by_arm: dict[str, dict[int, float]], steps: int = 20) -> pd.DataFrame:

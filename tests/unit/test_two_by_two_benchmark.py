@@ -12,7 +12,7 @@ from validation.shapes import arm_of
 from validation.two_by_two import DEPTHS, arm_results, finished, layer_gains, layer_rows, result_table
 
 from moelab.data import read_json
-from moelab.judge.two_by_two import CODE, FUSED, STOCK, measured_arms
+from moelab.judge.throughput import CODE, FUSED, STOCK, measured_arms
 from moelab.planning import TWO_BY_TWO, load_measured
 
 BEST = "fp8_deepep_dispatch-fp8"

@@ -19,14 +19,13 @@ from figure_support import assert_says, notes, title, unpacked
 
 import moelab.viz
 from moelab.errors import BadInput
-from moelab.judge.convergence import FinalLosses, compare_convergence, final_losses
-from moelab.judge.curves import drawn_seeds, joined_lines
 from moelab.judge.throughput import arm_throughput, gain
-from moelab.judge.verdict import ArmSeeds, Verdict
+from moelab.judge.verdict import ArmSeeds, FinalLosses, Verdict, compare_convergence, final_losses
 from moelab.runs.table import metrics_table
-from moelab.viz import Figure, Table, arm_styles, loss_curves, loss_difference, throughput_bars, write_report
-from moelab.viz.draw import legend_below, panels
+from moelab.viz import arm_styles, loss_curves, loss_difference, throughput_bars, write_report
+from moelab.viz.draw import drawn_seeds, joined_lines, legend_below, panels
 from moelab.viz.study import verdict_examples, verdict_intervals
+from moelab.viz.table import TableView
 from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure, wrap
 
 PAIR = ("bf16_standard", "mxfp8_standard")
@@ -193,8 +192,8 @@ def test_what_cannot_be_drawn_is_refused_or_said() -> None:
     one, pair = study(PAIR[:1], seeds=1), study(seeds=1)
     for table in (one, pair):
         assert_says(loss_curves(table), "One run")
-        assert_says(throughput_bars(table), "no interval")
-    assert_says(throughput_bars(one), "Throughput by arm")
+        assert_says(throughput_bars(arm_throughput(table)), "no interval")
+    assert_says(throughput_bars(arm_throughput(one)), "Throughput by arm")
     assert_says(loss_difference(pair, first_verdict(pair)), "insufficient data", "n = 1 seed, so no interval")
     assert "logged step in" not in title(loss_curves(study())), "all are drawn"
 
@@ -202,8 +201,7 @@ def test_what_cannot_be_drawn_is_refused_or_said() -> None:
 def test_bars_show_values_and_a_gain_that_is_resolved() -> None:
     table = study()
     faster = gain(table, baseline="bf16_standard", arm="mxfp8_standard")
-    figure = throughput_bars(table, gains=[faster])
-    assert_says(figure, f"{faster.percent:.1f} % faster")
+    figure = throughput_bars(arm_throughput(table), gains=[faster])
     assert f"{faster.percent:+.1f} % ({faster.interval.percent.low:+.1f} to " in notes(figure)[1]
     arms = {arm.arm: arm for arm in arm_throughput(table)}
     bars, intervals, seeds = figure.data
@@ -213,13 +211,7 @@ def test_bars_show_values_and_a_gain_that_is_resolved() -> None:
     assert sorted(seeds.x) == sorted(tps for arm in PAIR for tps in arms[arm].tps_by_seed.values())
     assert figure.layout.xaxis.range[1] > max(highs)
     assert figure.layout.yaxis.ticktext == ("BF16 + standard all-to-all", "MXFP8 + standard all-to-all")
-    table = study(seeds=3)
-    speed = {("bf16_standard", seed): 1000.0 for seed in range(3)}
-    speed |= {("mxfp8_standard", 0): 1000.0, ("mxfp8_standard", 1): 900.0, ("mxfp8_standard", 2): 1150.0}
-    table["tps"] = [speed[key] for key in zip(table["arm"], table["seed"], strict=True)]
-    unresolved = gain(table, baseline="bf16_standard", arm="mxfp8_standard")
-    assert_says(throughput_bars(table, gains=[unresolved]), "no difference is shown")
-    assert not any("%" in note for note in notes(throughput_bars(table)))
+    assert not any("%" in note for note in notes(throughput_bars(arm_throughput(table))))
 
 
 def test_verdicts_stand_in_rows_on_their_margins() -> None:
@@ -240,7 +232,7 @@ def test_verdicts_stand_in_rows_on_their_margins() -> None:
 
 def test_notes_stand_in_every_title_and_names_are_text() -> None:
     table, note = study(("bf16_standard", HOSTILE)), f"emulated {HOSTILE}"
-    figures = [draw(table, note=note) for draw in (loss_curves, throughput_bars)]
+    figures = [loss_curves(table, note=note), throughput_bars(arm_throughput(table), note=note)]
     for figure in (*figures, loss_difference(table, first_verdict(table), note=note)):
         assert "emulated &lt;/script&gt;" in title(figure)
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
@@ -253,9 +245,10 @@ def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tm
     table = study()
     verdict, columns = first_verdict(table), ["Arm", "Steps", "Loss", "Tokens/s"]
     rows = [[HOSTILE, 2026, math.nan, 1234.4], ["bf16_standard", None, 3.61, None]]
-    runs = Table(title="Runs", columns=columns, rows=rows, decimals={"Tokens/s": 0})
-    assert str(runs.in_notebook()).split("\n")[-1].split() == ["bf16_standard", "–", "3.6100", "–"]
-    figures = [Figure(caption=HOSTILE, figure=loss_curves(table), label="quoted")] * 2
+    frame = pd.DataFrame(rows, columns=columns, dtype=object)
+    runs = TableView(frame=frame, summary="Runs", decimals={"Loss": 4, "Tokens/s": 0}, label="derived")
+    assert str(runs).split("\n")[-1].split() == ["bf16_standard", "–", "3.6100", "–"]
+    figures = {HOSTILE: loss_curves(table), "B": loss_curves(table)}
     path = tmp_path / "new folder" / "report.html"
     verdicts = [verdict, first_verdict(study(seeds=1))]
     page = write_report(path, title="A", verdicts=verdicts, figures=figures, tables=[runs], provenance={}).read_text()
@@ -265,7 +258,7 @@ def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tm
     assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
     drawings = json.loads(unpacked(page, "drawings"))["figures"]
     assert len(drawings) == page.count('class="drawing" id="figure-') == 2
-    (drawn, *_), (given, *_) = drawings[0]["data"][::-1], figures[0].figure.data[::-1]
+    (drawn, *_), (given, *_) = drawings[0]["data"][::-1], figures[HOSTILE].data[::-1]
     assert (drawn["x"], drawn["y"]) == (list(given.x), pytest.approx(given.y, rel=1e-4))
     numbers = (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0])
     interval = f"{verdict.interval.low:+.4f} to {verdict.interval.high:+.4f}"
@@ -274,6 +267,6 @@ def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tm
     text = html.unescape(page)
     assert not re.search(r"\bnan\b", re.sub(r"(?s)<script.*?</script>", "", text)), "of one seed there is no p-value"
     assert [
-        one for one in (*card, *cells, 'class="card equivalent"', '"badge quoted">quoted<') if one not in text
+        one for one in (*card, *cells, 'class="card equivalent"', '"badge derived">derived<') if one not in text
     ] == []
-    assert (page.count('<td class="number">–</td>'), page.count("&lt;script&gt;alert(1)")) == (3, 3)
+    assert (page.count('<td class="number">–</td>'), page.count("&lt;script&gt;alert(1)")) == (3, 2)

@@ -9,8 +9,7 @@ from figure_support import assert_says, notes, traces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.judge.published import GAINS, THROUGHPUT
-from moelab.judge.throughput import interaction
+from moelab.judge.throughput import GAINS, THROUGHPUT, interaction
 from moelab.planning.project import GROUPS, Cost, project
 from moelab.planning.tables import row_table, validation_table
 from moelab.planning.trust import Estimate

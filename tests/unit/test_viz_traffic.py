@@ -14,7 +14,7 @@ from figure_support import assert_says, notes, title, traces
 from validation.two_by_two import arm_results, checkpointing_rows, goal_sentences, result_table
 
 from moelab.errors import BadInput
-from moelab.judge import two_by_two
+from moelab.judge import throughput as two_by_two
 from moelab.micro import exchange
 from moelab.notebooks.all_to_all import ExperimentFailed, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured

@@ -1,14 +1,15 @@
-"""A study judged: its arms share seeds, so each is held against the reference over seeds, on what finished runs logged.
+"""A report: arms of our studies judged over seeds, runs from elsewhere held against the first on common steps.
 
 :func:`judge_paths` and :func:`judge_study` are what the notebooks and ``moelab report`` both come through, so they
-cannot disagree. Arms of several studies are judged alike; as soon as a run is from elsewhere, or a side has no result,
-runs stand side by side without a verdict (``comparison.py``). ``sides.py`` finds what is judged and what is not.
+cannot disagree. A run from elsewhere has no seeds and so no verdict: its difference from the first comes with its
+spread from step to step, which is no interval, since another seed might have given another difference. What nobody
+recorded of a log is missing, which is NaN here and a dash for the reader.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,41 +20,54 @@ import numpy as np
 import pandas as pd
 
 from moelab.errors import BadInput, MoelabError
-from moelab.experiment import NUMBERS_ONLY, Experiment, Precision
 from moelab.experiment_file import Study
 from moelab.files import finite_or_none
-from moelab.judge.arms import PRECISIONS, contrast, seed_names, seeds_words
-from moelab.judge.comparison import Comparison
-from moelab.judge.convergence import FinalLosses, compare_convergence, final_losses, first_final_step
+from moelab.judge.arms import PRECISIONS, arm_label, contrast, seed_names, seeds_words
 from moelab.judge.equivalence import MIN_SEEDS, prediction_interval
-from moelab.judge.side import (
+from moelab.judge.sides import (
     ARM_FIELDS,
     NOT_FOR_SPEED,
+    OF_A_TOKEN,
+    OF_THE_LOSS,
+    SPEED_FACTS,
+    SPEED_FACTS_OF_A_LOG,
+    VALID,
+    Attempt,
     Side,
     caveats,
+    differing_facts,
+    differing_of,
     differing_settings,
-    kernel_facts,
-    machine_differences,
-    mixed_facts,
-)
-from moelab.judge.sides import (
-    VALID,
-    NotJudged,
+    differing_values,
     end_of,
-    left_out_words,
-    run_json,
-    sides_of,
-    sides_of_study,
-    studies_in,
+    sides_at,
+    study_of,
 )
-from moelab.judge.summary import Report, joined
-from moelab.judge.throughput import ArmThroughput, Gain, arm_throughput, gain
-from moelab.judge.verdict import HELD_OUT, Answer, ArmSeeds, OtherAttempt, Verdict, correct_for_arms
+from moelab.judge.throughput import ArmThroughput, Gain, arm_throughput, gain, over
+from moelab.judge.verdict import (
+    HELD_OUT,
+    Answer,
+    ArmSeeds,
+    FinalLosses,
+    OtherAttempt,
+    Verdict,
+    compare_convergence,
+    correct_for_arms,
+    final_losses,
+    first_final_step,
+    recovered_spikes,
+)
 from moelab.model import shape_for, tokenizer_size
-from moelab.runs import directory
-from moelab.runs.collect import WARMUP_STEPS, Collected
-from moelab.runs.directory import Discovery
+from moelab.runs.collect import Collected
 from moelab.runs.table import merge_segments, throughput_rows
+
+_ASKED = {
+    "ep": "EP {}",
+    "seq_len": "sequences of {} tokens",
+    "local_batch": "local batch {}",
+    "lr": "learning rate {}",
+}
+"""Settings in the summary's last sentence, in words."""
 
 
 class NothingToJudge(MoelabError):
@@ -61,77 +75,209 @@ class NothingToJudge(MoelabError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyReport(Report):
-    """The arms of a study, or of several, judged against the first."""
+class Difference:
+    """Loss of the side ``label`` minus that of ``reference``, in nats per token."""
 
+    reference: str
+    label: str
+    curve: pd.Series[float]  # by the step that all runs of both logged
+    first_step: int  # of the last part, which the difference is a mean over
+    nats: float  # NaN if one diverged
+    spread_nats: float  # standard deviation from step to step in that part
+    unfinished: str  # which of the two diverged or ended before its planned steps
+    differing: str  # settings that the loss depends on, in words
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that both logged."""
+        return tuple(int(step) for step in self.curve.index)
+
+    @property
+    def words(self) -> str:
+        """How far the two are apart at the end, and in what else they differ."""
+        if not self.steps:
+            words = f"{self.label} and {self.reference} have no step with a loss in common at the end"
+        elif math.isnan(self.nats):
+            words = "" if self.unfinished else f"{self.label} has no finite difference from {self.reference} at the end"
+        else:
+            last = self.steps[-1]
+            where = f"over steps {self.first_step} to {last}" if math.isfinite(self.spread_nats) else f"at step {last}"
+            also = f" (they also differ: {self.differing})" if self.differing else ""
+            words = f"{self.label} is {self.nats:+.4f} nats from {self.reference} {where}{also}"
+        return "; ".join(filter(None, [self.unfinished, words]))
+
+    def sentence(self) -> str:
+        """The difference with its spread from step to step."""
+        if self.nats == self.spread_nats == 0.0:
+            return f"{self.words}, the same at every step: one may be a copy of the other."
+        scatter = f", {self.spread_nats:.4f} from step to step" if math.isfinite(self.spread_nats) else ""
+        return f"{self.words}{scatter}."
+
+    def to_json(self) -> dict[str, Any]:
+        """The difference for a program; what is missing is null."""
+        return {
+            "label": self.label,
+            "reference": self.reference,
+            "common_steps": len(self.steps),
+            "difference_nats": finite_or_none(self.nats),
+            "step_spread_nats": finite_or_none(self.spread_nats),
+            "sentence": self.sentence(),
+        }
+
+
+def difference(reference: Side, side: Side, *, final_fraction: float = 0.1) -> Difference:
+    """Hold a side's loss against that of the first, over the last part of the steps that both logged."""
+    first, other = _mean_loss(reference), _mean_loss(side)
+    both = (other - first).dropna()
+    if len(both):
+        end = min(first.index.max(), other.index.max())
+        # One that logs seldom has its last of them before the other's end.
+        both_end = min(first.loc[:end].index.max(), other.loc[:end].index.max())
+        # Of logs of other steps the first alone may be common, which says nothing about the end.
+        both = both if both.index.max() >= first_final_step(int(both_end), final_fraction) else both.iloc[:0]
+    first_step = first_final_step(int(both.index.max()), final_fraction) if len(both) else 0
+    diverged = reference.diverged or side.diverged  # what it logged before says nothing about the end
+    final = both.iloc[:0] if diverged else both.loc[first_step:].where(np.isfinite).dropna()
+    return Difference(
+        reference=reference.label,
+        label=side.label,
+        curve=both,
+        first_step=first_step,
+        nats=float(final.mean()),
+        spread_nats=float(final.std(ddof=1)),
+        unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
+        differing=", ".join(differing_of(side, reference, OF_THE_LOSS)),
+    )
+
+
+def _mean_loss(side: Side) -> pd.Series[float]:
+    """Mean loss over the side's runs at each step that all of them have one for."""
+    # A mean that loses a run on the way would jump.
+    wide = merge_segments(side.table).pivot(index="step", columns="run", values="loss")
+    return wide.mean(axis=1, skipna=False).dropna()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Sides and what they say, the first being what the others are held against."""
+
+    sides: tuple[Side, ...]  # at least one
+    study: str | None = None  # that the sides are the arms of; None for several studies, and runs from elsewhere
+    paths: tuple[Path, ...]
+    not_judged: tuple[Attempt, ...]  # every run of ours at the paths that is in no side
+    discovery_notes: tuple[str, ...]  # what a reader should know of the folders
+    final_fraction: float = 0.1  # of the steps, that a final loss or difference is a mean of
+    dropped_seeds: Sequence[int] = ()  # from every arm
     margin_nats: float | None = None  # None derives it from the reference's seeds
     margin_cap_nats: float | None = None  # None is 1 % of the reference's mean loss
+    origin: str = ""  # of replayed runs, for the titles of figures
+
+    def __post_init__(self) -> None:
+        first_final_step(1, self.final_fraction)  # refuses a part of nothing now, and not when a loss is asked for
+        seeds = set().union(*(side.seeds for side in self.sides))
+        if unknown := [seed for seed in self.dropped_seeds if seed not in seeds]:
+            known = ", ".join(str(seed) for seed in sorted(seeds)) or "not known"
+            raise BadInput(f"seed {unknown[0]} cannot be dropped: the seeds of these runs are {known}")
 
     @property
     def title(self) -> str:
         """What the report is about."""
-        return f"Study {self.study}" if self.study is not None else f"{len(self.sides)} arms side by side"
+        if self.study is not None:
+            return f"Study {self.study}"
+        return f"{len(self.sides)} side by side" if self.others else f"Run {self.reference.label}"
+
+    @property
+    def reference(self) -> Side:
+        """What the other sides are held against."""
+        return self.sides[0]
+
+    @property
+    def others(self) -> tuple[Side, ...]:
+        """The other sides."""
+        return self.sides[1:]
+
+    @cached_property
+    def arms(self) -> list[Side]:
+        """Sides that are judged over seeds, their reference first; none where nothing can be held against another."""
+        own = [side for side in self.sides if side.experiment is not None and side.has_result]
+        is_judged = len(own) > 1 and (self.study is None or own[0] is self.reference)
+        return own if is_judged and any(side.finished for side in own) else []
 
     @property
     def finished(self) -> list[Collected]:
-        """Runs that trained every step."""
+        """Runs of ours that trained every step."""
         return [run for side in self.sides for run in side.finished]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks of a run were processes on a CPU."""
+        return any(side.on_cpu for side in self.sides)
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """Metrics of the finished runs by arm."""
-        return pd.concat([side.table for side in self.sides if side.finished], ignore_index=True)
+        """Metrics of the runs that are shown, by the name of their side, without those of dropped seeds."""
+        rows = pd.concat([side.table for side in self.sides], ignore_index=True)
+        ours = [side.name for side in self.sides if side.experiment is not None]
+        kept = rows[~(rows["arm"].isin(ours) & rows["seed"].isin(self.dropped_seeds))]
+        return kept if len(kept) else rows  # with every seed dropped all curves are better than an empty figure
 
     @cached_property
-    def kept(self) -> pd.DataFrame:
-        """Rows of :attr:`table` without those of dropped seeds."""
-        return self.table[~self.table["seed"].isin(self.dropped_seeds)]
+    def attempts(self) -> list[tuple[str, Attempt]]:
+        """Every run behind what its side is called."""
+        own = [
+            (side.label, Attempt(run=run.run, arm=run.arm, seed=run.seed, reason=reason, collected=run))
+            for side in self.sides
+            for run in side.attempted
+            for reason in [self._why_unused(side, run)]
+        ]
+        others = [(arm_label(one.arm) if one.arm else one.run, one) for one in self.not_judged]
+        if self.study is None:
+            others = [(f"{study_of(one.run)}: {name}" if one.arm else name, one) for name, one in others]
+        return own + others
+
+    def _why_unused(self, side: Side, run: Collected) -> str:
+        if side.experiment is None:
+            return ""
+        # Side by side an arm is shown by runs that did not finish where none did.
+        if not run.finished and (side.finished or self.study is not None):
+            return end_of(run)
+        return "its seed is dropped from every arm, as requested" if run.seed in self.dropped_seeds else ""
 
     # Loss
 
     @cached_property
-    def final(self) -> FinalLosses:
-        """Final training loss of every finished run, at the steps that all arms logged."""
-        return final_losses(self.table, final_fraction=self.final_fraction)
-
-    @cached_property
     def verdicts(self) -> Sequence[Verdict]:
-        """Convergence of every other arm, on the final training loss."""
-        # An arm that diverged with every seed has no loss and a verdict all the same.
-        if not self.reference.has_result:
-            return []
-        judged = [side for side in self.others if side.has_result]
-        return correct_for_arms([self._verdict(side, self._final_of(side)) for side in judged])
+        """Convergence of every other arm, on the final training loss; none where a run is from elsewhere."""
+        return correct_for_arms([self._verdict(side, self._final_of(side)) for side in self.arms[1:]])
 
     def _final_of(self, side: Side) -> FinalLosses:
         """Final losses of an arm and the reference at the steps that both logged, whatever a third arm did."""
-        if len(self.sides) == 2:
-            return self.final
-        pair = self.table[self.table["arm"].isin([self.reference.name, side.name])]
-        return final_losses(pair, final_fraction=self.final_fraction) if len(pair) else self.final
+        pair = [one.table for one in (self.arms[0], side) if one.finished]
+        if pair:
+            return final_losses(pd.concat(pair), final_fraction=self.final_fraction)
+        last = self.arms[0].last_step  # every seed of both diverged
+        return FinalLosses(seeds={}, first_step=first_final_step(last, self.final_fraction), last_step=last)
 
     @cached_property
     def held_out(self) -> Sequence[Verdict]:
         """Convergence of the arms that were validated, on the loss of text that no run trained on."""
-        runs = [run for side in self.sides for run in side.finished if len(run.validation)]
+        runs = [run for side in self.arms for run in side.finished if len(run.validation)]
         # The step that most validated last: one run alone, cut off or longer, does not decide for the others.
         step = mode(int(run.validation["step"].iloc[-1]) for run in runs) if runs else 0
-        seeds = {side.name: _held_out_of(side, step) for side in self.sides}
+        seeds = {side.name: _held_out_of(side, step) for side in self.arms}
         if not any(one.losses for one in seeds.values()):
             return []
         # An arm that diverged with every seed is judged on its training loss; it has no held-out one to add, and an arm
         # that never validated has nothing to hold against the others.
-        validated = [
-            side for side in self.sides if side.diverged_seeds or seeds[side.name].losses or seeds[side.name].diverged
-        ]
-        if self.reference not in validated:
-            return []
+        has_one = {name: bool(one.losses or one.diverged) for name, one in seeds.items()}
+        validated = [side for side in self.arms if side.diverged_seeds or has_one[side.name]]
+        judged = [side for side in validated if side.finished] if self.arms[0] in validated else []
         final = FinalLosses(seeds=seeds, final_fraction=self.final_fraction)
-        return correct_for_arms([self._verdict(side, final) for side in validated[1:] if side.finished])
+        return correct_for_arms([self._verdict(side, final) for side in judged if side is not self.arms[0]])
 
     def _verdict(self, side: Side, final: FinalLosses) -> Verdict:
         """Judge an arm against the reference, and say in what else they differ."""
-        first, seeds = self.reference, {}
+        first, seeds = self.arms[0], {}
         for one in (first, side):
             known = final.seeds.get(one.name, ArmSeeds.of())
             seeds[one.name] = ArmSeeds.of(
@@ -143,7 +289,8 @@ class StudyReport(Report):
                 attempts=() if one is first else tuple(_other_attempts(side, first, final)),
             )
         # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
-        model = _experiment_of(first)
+        model = first.experiment
+        assert model is not None
         (verdict,) = compare_convergence(
             replace(final, seeds=seeds),
             reference=first.name,
@@ -156,84 +303,61 @@ class StudyReport(Report):
         )
         return replace(verdict, findings=(*verdict.findings, *caveats(side, first)))
 
-    @property
-    def _same_loss(self) -> str:
-        if not self.verdicts:
-            which = "no arm besides the reference" if self.reference.finished else "no run of the reference"
-            return f"Not known: {which} finished."
-        held_out = {verdict.arm: verdict for verdict in self.held_out}
-        verdicts = {verdict.arm: verdict for verdict in self.verdicts}
-        openings = [
-            (side, _Opening.of(verdicts[side.name], held_out.get(side.name), not self._other_settings(side)))
-            for side in self.others
-            if side.name in verdicts
-        ]
-        controls = [own for side, own in openings if self._is_control(side)]
-        if len(controls) == len(openings):
-            controls = []  # they are what the study asks about
-        asked = sorted((own for _, own in openings if own not in controls), key=lambda own: -own.severity)
-        by_word: dict[str, list[str]] = {}  # arms of one answer share its word; the worst answer comes first
-        for own in asked:
-            by_word.setdefault(own.word, []).append(own.words)
-        answers = [f"{word}: {joined(words)}" for word, words in by_word.items()]
-        answers += map(_control_words, controls)
-        answers += [
-            words if len(openings) == 1 else f"{side.label}: {words}"
-            for side, own in openings
-            for words in (*own.cautions, *caveats(side, self.reference))
-        ]
-        return " ".join(answers)
-
-    def _other_settings(self, side: Side) -> dict[str, str]:
-        """Settings of an arm that are not the reference's, beside what makes it an arm."""
-        return differing_settings(_experiment_of(side), _experiment_of(self.reference))
-
-    def _is_control(self, side: Side) -> bool:
-        """Whether an arm has the reference's number formats and exchange, and differs in another setting on purpose."""
-        differing = _experiment_of(side).differences(_experiment_of(self.reference))
-        return self.study is not None and bool(differing) and not ARM_FIELDS & {*differing}
+    @cached_property
+    def differences(self) -> Sequence[Difference]:
+        """Loss of every other side against the first, on the steps that both logged, where no verdict is on it."""
+        judged = self.arms if self.reference in self.arms else []
+        others = [side for side in self.others if side not in judged] if self.study is None else []
+        return [difference(self.reference, side, final_fraction=self.final_fraction) for side in others]
 
     # Speed
 
     @cached_property
+    def timed(self) -> pd.DataFrame:
+        """Rows of :attr:`table` whose speed counts."""
+        rows = pd.concat([side.timed for side in self.sides])
+        kept = self.table[["arm", "run"]].drop_duplicates()
+        return throughput_rows(rows.merge(kept), warmup_steps=0)
+
+    @cached_property
     def throughput(self) -> Sequence[ArmThroughput]:
-        """Tokens per second per rank of every arm; empty where no step is left after the warm-up."""
-        if throughput_rows(self.kept, warmup_steps=WARMUP_STEPS).empty:
-            return []
-        return arm_throughput(self.kept, warmup_steps=WARMUP_STEPS)
+        """Tokens per second per rank of every side that has a speed after its warm-up."""
+        return arm_throughput(self.timed, warmup_steps=0) if len(self.timed) else []
 
     @cached_property
     def no_gain(self) -> dict[str, str]:
-        """Why no gain over the reference is claimed: label to words."""
+        """Why no ratio of a side's speed to the first's is claimed: label to words."""
         first, reasons = self.reference, {}
-        # An arm without a finished run has no speed that anything could be claimed of.
-        for side in [side for side in self.others if side.finished]:
-            words = [fact for name, fact in self._other_settings(side).items() if name not in NOT_FOR_SPEED]
-            words += machine_differences(side, first)
-            # One arm of native and emulated kernels has no speed of its own.
-            words += [fact for one in (side, first) for fact in mixed_facts(one.finished, kernel_facts)]
-            if not all(any(run.speed_known for run in one.finished) for one in (side, first)):
-                words.append("one of the arms has no run whose machine and kernels are known")
-            # NVFP4 only has numerics here: its kernels are emulated on every machine.
-            if Precision.NVFP4 in (_experiment_of(side).precision, _experiment_of(first).precision):
-                words.append(NUMBERS_ONLY)
+        for side in self.others:
+            both, arm, reference = (side, first), side.experiment, first.experiment
+            if any(one.on_cpu for one in both):
+                words = ["a CPU process stands in for a GPU"]
+            elif any(one.emulated for one in both):
+                words = ["emulated kernels are slower than real ones"]
+            elif arm is None or reference is None:
+                words = differing_of(side, first, OF_A_TOKEN) + differing_facts(side, first, SPEED_FACTS_OF_A_LOG)
+            else:
+                settings = differing_settings(arm, reference)
+                words = [fact for name, fact in settings.items() if name not in NOT_FOR_SPEED]
+                words += differing_facts(side, first, SPEED_FACTS)
+                if not all(any(run.speed_known for run in one.runs) for one in both):
+                    words.append("one of the arms has no run whose machine and kernels are known")
             if words:
-                reasons[side.label] = "; ".join(dict.fromkeys(words))
+                reasons[side.label] = "; ".join(words)
         return reasons
 
     @cached_property
     def gains(self) -> list[Gain]:
         """Throughput over the reference of every other arm that ran like it, over the runs whose machine is known."""
-        # A gain is paired by seed, so a run of an unknown machine takes its partner with it.
-        known = [run.run for run in self.finished if run.speed_known and run.seed not in self.dropped_seeds]
-        table, baseline = self.table[self.table["run"].isin(known)], self.reference.name
-        if throughput_rows(table, warmup_steps=WARMUP_STEPS).empty:
+        if self.reference not in self.arms:
             return []
-        seeds = {side.name: set(table.loc[table["arm"] == side.name, "seed"]) for side in self.sides}
-        alike = [side.name for side in self.others if side.label not in self.no_gain]
+        # A gain is paired by seed, so a run of an unknown machine takes its partner with it.
+        rows = self.timed[self.timed["run"].isin([run.run for run in self.finished if run.speed_known])]
+        seeds = {side.name: set(rows.loc[rows["arm"] == side.name, "seed"]) for side in self.arms}
+        alike = [side.name for side in self.arms[1:] if side.label not in self.no_gain]
         # A gain of arms without a common seed would be refused, and the report with it.
-        arms = [arm for arm in alike if seeds[arm] & seeds[baseline]]
-        return [gain(table, baseline=baseline, arm=arm, warmup_steps=WARMUP_STEPS) for arm in arms]
+        arms, baseline = [arm for arm in alike if seeds[arm] & seeds[self.reference.name]], self.reference.name
+        return [gain(rows, baseline=baseline, arm=arm, warmup_steps=0) for arm in arms]
 
     @property
     def comparable_tps(self) -> dict[str, dict[int, float]]:
@@ -245,154 +369,176 @@ class StudyReport(Report):
     def rank_words(self) -> str:
         """What tokens per second are counted by."""
         # An unknown machine is not taken for one with GPUs.
-        on_gpus = all(run.environment is not None and run.environment.gpus for run in self.finished)
-        return "per GPU" if on_gpus else "per rank"
+        known = [run.environment is not None and bool(run.environment.gpus) for run in self.finished]
+        return "per rank" if self.on_cpu or not all(known) else "per GPU"
+
+    # What must be said
 
     @property
     def emulation_note(self) -> str:
         """What was emulated, for a figure's title; empty for real kernels."""
-        emulated = [run.experiment for run in self.runs if run.emulates_products]
-        formats = sorted({PRECISIONS[one.precision] for one in emulated if one})
-        notes = [f"emulated {' and '.join(formats)} kernels"] if formats else []
-        deepep = any(run.emulates_deepep for run in self.runs)
+        runs = [run for side in self.sides for run in side.attempted]
+        emulated = [run.experiment for run in runs if run.emulates_products]
+        formats = {PRECISIONS[one.precision] for one in emulated if one}
+        formats |= {"MXFP8" for side in self.sides if side.emulated and side.experiment is None}
+        notes = [f"emulated {' and '.join(sorted(formats))} kernels"] if formats else []
+        deepep = any(run.emulates_deepep for run in runs)
         return ", ".join([*notes, *(["DeepEP emulated on plain collectives"] if deepep else [])])
 
     @property
-    def speed_note(self) -> str:
-        """What must be said where speed is shown; empty for real kernels on GPUs of one kind."""
-        shown = [side for side in self.sides if side.finished]
-        on_cpu = [side for side in shown if side.on_cpu]
-        # Where all of a study ran on CPUs, the figure need not name its arms.
-        where = "" if len(on_cpu) == len(shown) else f" in {', '.join(side.label for side in on_cpu)}"
-        notes = [f"each rank is a CPU process{where}"] if on_cpu else []
-        notes += [f"{self.emulation_note}: no measure of speed"] if self.emulation_note else []
-        return "; ".join([*notes, *map(self.unclaimed, self.no_gain)])
-
-    def _speed_words(self, side: Side) -> str:
-        gains = [one for one in self.gains if one.arm == side.name]
-        # One seed has no interval: its sentence says so, and "no difference is shown" would be a second finding.
-        unresolved = any(one.interval.exists and not one.resolved for one in gains)
-        words = "; ".join(one.sentence() for one in gains) or f"{side.label} logged no tokens/s for a common seed"
-        return f"{words}: no difference is shown" if unresolved else words
-
-    # Notes, text and JSON
-
-    @property
-    def _left_out(self) -> list[str]:
-        # An arm without any finished or diverged seed has no verdict that would name it.
-        ended = [run for side in self.sides if not side.has_result for run in side.attempted]
-        return left_out_words([*map(NotJudged.of, ended), *self.not_judged])
-
-    @property
-    def _own_notes(self) -> list[str]:
-        dropped = f"dropped from every arm, as requested: {seed_names(self.dropped_seeds)}"
-        others = [f"{side.label}: {words}" for side in self.others for words in caveats(side, self.reference)]
-        return [*([dropped] if self.dropped_seeds else []), *others]
-
-    @property
-    def _lines(self) -> list[str]:
-        finished, attempts = self._finished_of_all, len(self.runs) + len(self.not_judged)
-        judged = f", {len(self.finished)} of them judged" if len(self.finished) < finished else ""
-        which = "an arm besides the reference" if self.reference.finished else "the reference"
-        none = [] if self.verdicts else [f"No verdict: no run of {which} {self.reference.name} finished"]
+    def speed_notes(self) -> list[str]:
+        """What must be said where speed is shown."""
         return [
-            f"{finished} of {attempts} runs finished{judged}",
-            *(verdict.sentence() for verdict in self.verdicts),
-            *none,
-            *(f"Held-out text: {verdict.sentence()}" for verdict in self.held_out),
-            # The table says tokens/s per GPU of every source; on a CPU that is a rank.
-            *(arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput),
-            *(one.sentence() for one in self.gains),
+            *(["each rank is a CPU process"] if all(side.on_cpu for side in self.sides) else []),
+            *([f"{self.emulation_note}: no measure of speed"] if self.emulation_note else []),
+            *(f"no gain is claimed for {names}: {words}" for words, names in _by_words(self.unclaimed)),
         ]
 
     @property
-    def _finished_of_all(self) -> int:
-        others = [one.collected for one in self.not_judged if one.collected is not None]
-        return sum(run.finished for run in [*self.runs, *others])
+    def unclaimed(self) -> list[tuple[str, str, None]]:
+        """Why no gain is claimed, of what, and no seed."""
+        sides = [side for side in self.others if side.label in self.no_gain]
+        return [(self.no_gain[side.label], over(side.name, self.reference.name), None) for side in sides]
+
+    @property
+    def grad_norm_notes(self) -> list[str]:
+        """Runs that reported a gradient norm of NaN or Inf, and in which steps."""
+        runs = [(side.name_of(run), run.grad_norm_finding) for side in self.sides for run in side.attempted]
+        return [f"{name}: {finding}" for name, finding in runs if finding]
+
+    @property
+    def loss_note(self) -> str:
+        """What must be said in the title of a figure of the loss, which has no room for every run."""
+        diverged = [
+            f"{side.label}: {len(side.diverged_seeds)} diverged, not drawn" if side.finished else side.unfinished
+            for side in self.sides
+            if side.diverged_seeds or side.diverged
+        ]
+        notes = self.grad_norm_notes
+        first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes  # the rest is in `notes`
+        return "; ".join(filter(None, [self.origin, self.emulation_note, *diverged, *first]))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        named = {side.label for side in self.arms}  # whose runs without a result a verdict names
+        left_out = [
+            (one.reason, label, one.seed)
+            for label, one in self.attempts
+            if one.reason and (one in self.not_judged or (label not in named and one.seed not in self.dropped_seeds))
+            # An attempt that another one replaced stands in the table of runs alone, unless it diverged.
+            if not one.is_replaced or (one.collected and one.collected.diverged)
+        ]
+        of_runs = (
+            (words, side.label, run.seed)
+            for side in self.sides
+            for run in side.attempted
+            for words in (*run.damaged, *run.notes, *_spike_words(run))
+        )
+        unknown = [("no configuration can be read", side.label, None) for side in self.sides if not side.values]
+        unfinished = [side.unfinished for side in self.sides if side not in self.arms and self.study is None]
+        dropped = f"dropped from every arm, as requested: {seed_names(self.dropped_seeds)}"
+        return [
+            *self.grad_norm_notes,
+            *(f"left out: {names}: {words}" for words, names in _by_words(left_out)),
+            *([dropped] if self.dropped_seeds else []),
+            *filter(None, unfinished),
+            *self.speed_notes,
+            *(f"{names}: {words}" for words, names in _by_words([*unknown, *of_runs])),
+            *filter(None, [self.origin]),
+            *self.discovery_notes,
+        ]
+
+    @cached_property
+    def summary(self) -> dict[str, str]:
+        """What a reader asks first, each question with its answer in a sentence."""
+        alone = "There is nothing to compare with."
+        faster, same_loss = (_faster(self), _same_loss(self)) if self.others else (alone, alone)
+        return {"Faster?": faster, "Same loss?": same_loss, "On what?": _on_what(self)}
+
+    def as_text(self) -> str:
+        """The findings as sentences: the three of the summary, then each with its numbers."""
+        runs = [one.collected for _, one in self.attempts if one.collected is not None and one.arm]
+        finished, judged = sum(run.finished for run in runs), len(self.finished)
+        counts = f"{finished} of {len(self.attempts)} runs finished{f', {judged} of them judged' * (judged < finished)}"
+        settings = differing_values(self.sides).items() if self.study is None else []
+        return "\n".join(
+            [
+                *(f"{question} {answer}" for question, answer in self.summary.items()),
+                *([counts] if runs else []),
+                *(verdict.sentence() for verdict in self.verdicts),
+                *(f"Held-out text: {verdict.sentence()}" for verdict in self.held_out),
+                *(one.sentence() for one in self.differences),
+                # The table says tokens/s per GPU of every source; on a CPU that is a rank.
+                *(arm.sentence().replace("per GPU", self.rank_words) for arm in self.throughput),
+                *(one.sentence() for one in self.gains),
+                *(f"{name} differs: {', '.join(value or '–' for value in values)}" for name, values in settings),
+                *(f"Note: {note}" for note in self.notes),
+            ]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The numbers for a program; what is missing is null."""
+        runs = [one.collected for _, one in self.attempts if one.collected is not None]
         return {
             "study": self.study,
             "summary": self.summary,
-            "finished": self._finished_of_all,
+            "finished": sum(run.finished for run in runs),
             "judged": len(self.finished),
-            "runs": [
-                *(run_json(run, self._why_unused(run)) for run in self.runs),
-                *(one.to_json() for one in self.not_judged),
-            ],
+            "runs": [_run_json(label, one, self.final_fraction) for label, one in self.attempts],
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
-            # Of every arm, also those of which no gain is claimed: a rate is a fact where a ratio would be a claim.
-            "tps": {arm.arm: finite_or_none(arm.tps) for arm in self.throughput},
-            "gains": [self._gain_json(side) for side in self.others if side.finished],
+            "differences": [one.to_json() for one in self.differences],
+            "differing_settings": differing_values(self.sides),
+            # Of every side, also those of which no gain is claimed: a rate is a fact where a ratio would be a claim.
+            "tps": {one.arm: finite_or_none(one.tps) for one in self.throughput},
+            "gains": [one.to_json() for one in self.gains],
+            "no_gain": self.no_gain,
             "note": "; ".join(note.removesuffix(".") for note in self.notes),
         }
 
-    def _why_unused(self, run: Collected) -> str | None:
-        if not run.finished:
-            return end_of(run)
-        return "its seed is dropped from every arm, as requested" if run.seed in self.dropped_seeds else None
 
-    def _gain_json(self, side: Side) -> dict[str, Any]:
-        claimed = next((one for one in self.gains if one.arm == side.name), None)
-        if claimed is None:
-            reason = self.no_gain.get(side.label, "no common seed with a known machine and a logged speed")
-            return {"arm": side.name, "percent": None, "interval_percent": [None, None], "seeds": 0, "reason": reason}
-        percent = claimed.interval.percent
-        return {
-            "arm": side.name,
-            "percent": finite_or_none(claimed.percent),
-            "interval_percent": [finite_or_none(end) for end in (percent.low, percent.high)],
-            "seeds": claimed.n_seeds,
-        }
-
-
-def judge_paths(paths: Sequence[Path], *, reference: str = "bf16_standard", **options: Any) -> Report:
+def judge_paths(
+    paths: Sequence[Path], *, study: Study | None = None, reference: str = "bf16_standard", **options: Any
+) -> Report:
     """Judge one study or the arms of several, or compare whatever is at the paths.
 
     Args:
         paths: studies, run directories, or logs from elsewhere; the first is what the others are held against.
+        study: judge the runs of exactly these experiments; None takes, for each arm, the settings that most of its
+            seeds share with the reference.
         reference: arm of a study that its others are held against.
-        **options: fields of a :class:`StudyReport` or :class:`~moelab.judge.comparison.Comparison`.
+        **options: fields of a :class:`Report`.
 
     Raises:
         BadInput: if there is no path, or one cannot be read; it is named.
-        NothingToJudge: if no run of a study alone finished.
+        NothingToJudge: if no run of a study alone finished, with the reason of each.
     """
     if not paths:
         raise BadInput(f"give at least one path: {VALID}")
-    # A study whose runs all have damaged records is one too: it is refused with the reason of each, not called no log.
-    folder = directory.discover(paths[0].resolve()) if len(paths) == 1 and paths[0].is_dir() else None
-    if folder is not None and folder.all_runs:
-        return _of_study(paths[0], folder, None, reference, **options)
-    sides, not_judged, notes = sides_of(paths, reference=reference)
-    found: dict[str, Any] = {
-        "sides": tuple(sides),
-        "paths": tuple(paths),
-        "not_judged": tuple(not_judged),
-        "discovery_notes": tuple(notes),
-    }
-    own = tuple(side for side in sides if side.experiment is not None and side.has_result)
-    can_be_judged = len(own) > 1 and any(side.finished for side in own)
-    ours = StudyReport(**found | {"sides": own}, **options) if can_be_judged else None
-    if ours and len(own) == len(sides):
-        return ours
-    # A margin is of a verdict.
-    others = {name: value for name, value in options.items() if not name.startswith("margin_")}
-    return Comparison(**found, ours=ours, **others)
+    sides, not_judged, notes = sides_at(paths, reference=reference, planned=study)
+    runs = [run for side in sides for run in side.attempted]
+    studies = {study_of(name) for name in [*(run.run for run in runs if run.arm), *(one.run for one in not_judged)]}
+    name = studies.pop() if len(paths) == len(studies) == 1 else None
+    left_out = [f"{one.run}: left out: {one.reason}" for one in not_judged]
+    if not sides or (name and not any(side.finished for side in sides)):
+        lines = [f"no run of {name or 'these'} finished:", *(f"{run.run}: {end_of(run)}" for run in runs), *left_out]
+        raise NothingToJudge("\n  ".join(lines))
+    if name and sides[0].name != reference:  # which comes first if it is there
+        arms = ", ".join(side.name for side in sides)
+        lines = [words for one, words in zip(not_judged, left_out, strict=True) if one.arm in ("", reference)]
+        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))
+    return Report(
+        sides=tuple(sides),
+        study=name,
+        paths=tuple(paths),
+        not_judged=tuple(not_judged),
+        discovery_notes=tuple(notes),
+        **options,
+    )
 
 
-def judge_study(
-    path: Path, *, study: Study | None = None, reference: str = "bf16_standard", **options: Any
-) -> StudyReport:
-    """Collect a study's runs and judge them.
-
-    Args:
-        path: the study's folder.
-        study: judge the runs of exactly these experiments; None takes, for each arm, the settings that most of its
-            seeds share with the reference.
-        reference: arm that the others are held against.
-        **options: as :func:`judge_paths` takes them.
+def judge_study(path: Path, *, study: Study | None = None, **options: Any) -> Report:
+    """Collect a study's runs and judge them; the options are those of :func:`judge_paths`.
 
     Raises:
         BadInput: if the path is not a study's folder or has no run of the reference.
@@ -400,40 +546,120 @@ def judge_study(
     """
     if not path.is_dir():
         raise BadInput(f"{path} is not a folder; give a study, such as runs/06_compare_convergence")
-    return _of_study(path, directory.discover(path.resolve()), study, reference, **options)
-
-
-def _of_study(path: Path, folder: Discovery, study: Study | None, reference: str, **options: Any) -> StudyReport:
-    studies = studies_in(folder)
-    if not studies:
-        raise BadInput(f"{path} holds no run; give a study, such as runs/06_compare_convergence")
-    if len(studies) > 1:
+    report = judge_paths([path], study=study, **options)
+    if report.study is None:
+        studies = sorted({study_of(run.run) for side in report.sides for run in side.attempted if run.arm})
         raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
-    (name,) = studies
-    sides, not_judged = sides_of_study(folder, name, reference=reference, planned=study)
-    left_out = [f"{one.run}: left out: {one.reason}" for one in not_judged]
-    if not any(side.finished for side in sides):
-        runs = [run for side in sides for run in side.attempted]
-        ends = [run.status.reason or f"{run.last_step} of {run.steps_planned} steps logged" for run in runs]
-        lines = [f"{run.run}: {run.status.state}: {end}" for run, end in zip(runs, ends, strict=True)]
-        raise NothingToJudge("\n  ".join([f"no run of {name} finished:", *lines, *left_out]))
-    if sides[0].name != reference:  # which comes first if it is there
-        arms = ", ".join(side.name for side in sides)
-        lines = [words for one, words in zip(not_judged, left_out, strict=True) if one.arm in ("", reference)]
-        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))
-    return StudyReport(
-        sides=tuple(sides),
-        study=name,
-        paths=(path,),
-        not_judged=tuple(not_judged),
-        discovery_notes=folder.notes,
-        **options,
-    )
+    return report
 
 
-def _experiment_of(side: Side) -> Experiment:
-    assert side.experiment is not None, f"{side.label} is no run of ours"
-    return side.experiment
+# What a report opens with
+
+
+def _faster(report: Report) -> str:
+    first, tps = report.reference, {one.arm: one.tps for one in report.throughput}
+    findings = []
+    for side in [side for side in report.others if side.label not in report.no_gain]:
+        own = next((one for one in report.gains if one.arm == side.name), None)
+        if own is not None:
+            # One seed has no interval: its sentence says so, and "no difference" would be a second finding.
+            unresolved = own.interval.exists and not own.resolved
+            findings.append(f"{own.sentence()}{': no difference is shown' * unresolved}")
+        elif {side.name, first.name} <= tps.keys():
+            ratio = f"{tps[side.name] / tps[first.name]:.3g} times the tokens/s per GPU of {first.label}"
+            names = {"model": "model", "gpu": "GPU"}
+            unknown = [noun for name, noun in names.items() if not (name in side.values and name in first.values)]
+            caveat = f" (whether {' and '.join(unknown)} are the same is not known)" if unknown else ""
+            findings.append(f"{side.label} logged {ratio}{caveat}")
+        else:
+            findings.append(f"{side.label} and {first.label} did not both log tokens/s")
+    findings += [f"not measured for {names}: {words}" for words, names in _by_words(report.unclaimed)]
+    words = _joined(findings)
+    return f"N{words[1:]}" if words.startswith("not ") else words  # a label that comes first keeps its own case
+
+
+def _same_loss(report: Report) -> str:
+    judged = _judged_loss(report) if report.verdicts else ""
+    if report.differences:
+        words = _joined([one.words for one in report.differences])
+        single = f"Not decided: {words} A single run cannot show what another seed would change."
+        return f"{single} {judged}".strip() if judged.startswith("Yes") else f"{judged} {single}".strip()
+    which = "no arm besides the reference" if report.reference.finished else "no run of the reference"
+    return judged or f"Not known: {which} finished."
+
+
+def _judged_loss(report: Report) -> str:
+    first, held_out = report.arms[0], {verdict.arm: verdict for verdict in report.held_out}
+    openings, controls = [], []
+    for side, verdict in zip(report.arms[1:], report.verdicts, strict=True):
+        is_at_equal_settings = not differing_settings(side.experiment, first.experiment)
+        own = _Opening.of(verdict, held_out.get(side.name), is_at_equal_settings)
+        openings.append((side, own))
+        # A control has the reference's number formats and exchange, and differs in another setting on purpose.
+        differing = side.experiment.differences(first.experiment) if side.experiment and first.experiment else ()
+        if report.study is not None and differing and not ARM_FIELDS & {*differing}:
+            controls.append(own)
+    if len(controls) == len(openings):
+        controls = []  # they are what the study asks about
+    by_word: dict[str, list[str]] = {}  # arms of one answer share its word; the worst answer comes first
+    for _, own in sorted(openings, key=lambda each: -each[1].severity):
+        if own not in controls:
+            by_word.setdefault(own.word, []).append(own.words)
+    answers = [f"{word}: {_joined(words)}" for word, words in by_word.items()]
+    seen = {0: "so a change of this size is within the margin", 1: "so it does not say whether such a change is seen"}
+    different = "so this study sees a change of this size"
+    answers += [f"As a control, {own.words}, {seen.get(own.severity, different)}." for own in controls]
+    answers += [
+        words if len(openings) == 1 else f"{side.label}: {words}"
+        for side, own in openings
+        for words in (*own.cautions, *caveats(side, first))
+    ]
+    return " ".join(answers)
+
+
+def _on_what(report: Report) -> str:
+    sides, experiment = report.sides, report.reference.experiment
+    values = [side.values | ({"model": side.experiment.model_label} if side.experiment else {}) for side in sides]
+    chips = [own.get("gpu") or own.get("processor", "unknown hardware") for own in values]
+    # A log from elsewhere names its GPU, and seldom how many there were.
+    ranks = "" if experiment is None else f"{experiment.world_size} {'processes of' if report.on_cpu else '×'} "
+    models = " and ".join(dict.fromkeys(own.get("model", "an unknown model") for own in values))
+    parts = [f"{models} on {ranks}{' and '.join(dict.fromkeys(chips))}"]
+    for name, words in _ASKED.items():
+        known = dict.fromkeys(own[name] for own in values if name in own)
+        parts += [words.format(" and ".join(known))] if known else []
+    steps = f"{span_of(side.last_step for side in sides)} steps"
+    if any(side.steps_logged != side.last_step for side in sides):
+        steps += f", {span_of(side.steps_logged for side in sides)} of them logged"
+    seeds = span_of(max(1, len(side.runs)) for side in sides)
+    each = "one run" if experiment is None and seeds == "1" else f"{seeds} seed{'s' * (seeds != '1')}"
+    return f"{', '.join(parts)}; {steps}, {each} each."
+
+
+def _run_json(label: str, one: Attempt, final_fraction: float) -> dict[str, Any]:
+    run, known = one.collected, one.collected.environment if one.collected else None
+    return {
+        "run": one.run,
+        "side": label,
+        "arm": one.arm,
+        "seed": one.seed,
+        "status": run.status.state.value if run else "unknown",
+        "final_loss_nats": finite_or_none(final_loss(run, final_fraction)) if run else None,
+        "held_out_loss_nats": finite_or_none(run.validation_loss) if run else None,
+        "machine": known.machine if known else None,
+        "versions": known.versions if known else {},
+        "damaged": list(run.damaged) if run else [],
+        "used": not one.reason,
+        **({"reason": one.reason} if one.reason else {}),
+    }
+
+
+def final_loss(run: Collected, final_fraction: float) -> float:
+    """Mean loss of one run over the last part of its own steps; NaN if it diverged."""
+    rows = merge_segments(run.rows).set_index("step")["loss"].where(np.isfinite).dropna()
+    if run.diverged or rows.empty:
+        return math.nan
+    return float(rows.loc[first_final_step(run.last_step, final_fraction) :].mean())
 
 
 def _held_out_of(side: Side, step: int) -> ArmSeeds:
@@ -527,12 +753,6 @@ class _Opening:
         return cls(severity=severity, word=word, words=words, cautions=tuple(cautions))
 
 
-def _control_words(opening: _Opening) -> str:
-    """An arm that differs in a setting on purpose: what the study would see of a change of that size."""
-    seen = {0: "so a change of this size is within the margin", 1: "so it does not say whether such a change is seen"}
-    return f"As a control, {opening.words}, {seen.get(opening.severity, 'so this study sees a change of this size')}."
-
-
 def _loss_words(verdict: Verdict) -> str:
     """A verdict in a line: its numbers, and what decided where they did not."""
     where = f" in {HELD_OUT}" if verdict.quantity == HELD_OUT else ""
@@ -545,3 +765,30 @@ def _loss_words(verdict: Verdict) -> str:
     words += [f"margin ±{verdict.margin_nats:.4f}"] if verdict.margin_nats > 0 else []  # NaN, of no margin, is not
     answer = "" if verdict.answer_words == Answer.EQUIVALENT else f": {verdict.answer_words}"
     return f"{arm} ends {verdict.mean_difference_nats:+.4f} nats from {reference}{where} ({', '.join(words)}){answer}"
+
+
+def span_of(values: Iterable[int]) -> str:
+    """The smallest and the largest of whole numbers, or the only one."""
+    known = list(values)
+    return " to ".join(dict.fromkeys(f"{end:,}" for end in (min(known), max(known))))
+
+
+def _joined(findings: Sequence[str]) -> str:
+    """A few findings as one sentence; of more than four, how many follow."""
+    shown = [*findings[:4], *([f"and {len(findings) - 4} more below"] if len(findings) > 4 else [])]
+    return f"{'; '.join(shown)}."
+
+
+def _by_words(of_runs: Iterable[tuple[str, str, int | None]]) -> Iterator[tuple[str, str]]:
+    """What is said of runs, each given with its label and seed, behind the names of those that it is said of."""
+    groups: dict[str, dict[str, list[int]]] = {}
+    for words, label, seed in of_runs:
+        groups.setdefault(words, {}).setdefault(label, []).extend([] if seed is None else [seed])
+    for words, runs in groups.items():
+        yield words, "; ".join(f"{label}, {seed_names(seeds)}" if seeds else label for label, seeds in runs.items())
+
+
+def _spike_words(run: Collected) -> list[str]:
+    steps = [f"{step:,}" for step in recovered_spikes(run.rows)]
+    steps[5:] = [f"{len(steps) - 5} more"] if len(steps) > 5 else []
+    return [f"the loss had a spike at step {', '.join(steps)}, from which it recovered"] if steps else []

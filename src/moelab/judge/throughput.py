@@ -11,13 +11,18 @@ four arms have. ``I`` of 1 means that the gains multiply; below 1 the second gai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from pydantic import BaseModel, ConfigDict
 
+from moelab.data import read_json, read_yaml
 from moelab.errors import BadInput
+from moelab.files import finite_or_none
 from moelab.judge.arms import arm_label, contrast, require_names, seeds_words
 from moelab.judge.equivalence import Interval, t_interval
 from moelab.runs.table import throughput_rows
@@ -69,6 +74,11 @@ class Gain(Ratio):
         """State the gain in words, with its interval and the number of seeds."""
         spread = f"{self.interval.percent.words('+.1f', ' %')}, n = {seeds_words(self.n_seeds)}"
         return f"{over(self.arm, self.baseline)}: {self.percent:+.1f} % tokens/s ({spread})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The gain for a program; what is missing is null."""
+        ends = [finite_or_none(end) for end in (self.interval.percent.low, self.interval.percent.high)]
+        return {"arm": self.arm, "percent": self.percent, "interval_percent": ends, "seeds": self.n_seeds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,3 +214,183 @@ def _mapped_back(logs: list[float]) -> tuple[float, Interval]:
     # Ends are mapped, not the width: on the scale of the values the interval is not symmetric.
     interval = Interval(low=float(np.exp(of_logs.low)), high=float(np.exp(of_logs.high)), level=of_logs.level)
     return float(np.exp(np.mean(logs))), interval
+
+
+# What was published
+
+Label = Literal["measured", "derived", "quoted"]
+"""How the project knows a figure: measured here, derived by a formula, or quoted from a source."""
+
+
+class _Known(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str
+    label: Label
+
+
+class Setup(_Known):
+    """Model, cluster and parallel layout of a published run; ``fsdp`` None is TorchTitan's automatic degree."""
+
+    model: str
+    seq_len: int
+    local_batch: int
+    tp: int
+    pp: int
+    dp_replicate: int
+    fsdp: int | None
+    cp: int
+    ep: int
+    etp: int
+    steps: int
+    hardware: str
+    software: str
+    lr: float
+    warmup_steps: int
+
+
+class PublishedThroughput(_Known):
+    """Throughput of one published arm in tokens per second per GPU."""
+
+    arm: str
+    tps: float
+
+
+class PublishedGain(_Known):
+    """How much faster one published arm is than another, in percent."""
+
+    baseline: str
+    arm: str
+    percent: float
+
+
+_CONTENT: dict[str, Any] = read_yaml("published.yaml")
+SOURCE: str = _CONTENT["source"]
+# Where a row names no source of its own.
+_KNOWN = {"source": SOURCE, "label": _CONTENT["label"]}
+# The two published runs share most of their set-up; each names what is its own.
+THROUGHPUT_SETUP, CONVERGENCE_SETUP = (
+    Setup(**{**_KNOWN, **_CONTENT["shared"], **_CONTENT[name]}) for name in ("throughput_setup", "convergence_setup")
+)
+THROUGHPUT = tuple(PublishedThroughput(**{**_KNOWN, **row}) for row in _CONTENT["throughput"])
+GAINS = tuple(PublishedGain(**{**_KNOWN, **row}) for row in _CONTENT["gains"])
+
+
+def published_tps(arm: str) -> PublishedThroughput | None:
+    """Published throughput of an arm, or None for one that was not published.
+
+    Example:
+        >>> published_tps("mxfp8_deepep").tps
+        918.0
+    """
+    return next((row for row in THROUGHPUT if row.arm == arm), None)
+
+
+# What was measured on thin models
+
+BASELINE = "bf16_standard"
+STOCK = (BASELINE, f"{BASELINE}_flex_tiles")
+"""Arms of TorchTitan's settings alone."""
+CODE = "8-bit experts in one pass"
+"""Of moelab in rows that are measured now. Rows without any are older: ``fp8_standard`` and ``fp8_deepep`` trained
+their experts in BF16 there, and ``fp8_deepep_dispatch-fp8`` its w2, because TorchTitan 0.3.0 drops torchao's wrapper
+of a weight where experts are spread over ranks (``spmd_types.shard``)."""
+FUSED = "fused FP8 experts"
+"""What a reader sees for :data:`CODE`: an expert's three products are one FP8 function."""
+STOCK_CHECKPOINTING = {"full+dispatch": "full"}
+"""TorchTitan's checkpointing that an arm's own kind is held against."""
+SHAPE_WORDS = {
+    "671B, 10 MoE layers": "671B: 10 MoE layers, 16 experts",
+    "671B MoE-heavy": "671B: 5 MoE layers, 16 experts",
+    "671B": "671B: 1 dense + 2 MoE layers, 32 experts",
+    "16B": "16B: 1 dense + 4 MoE layers, 64 experts",
+}
+"""The thin models of ``benchmarks/validation/shapes.py``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """One arm at one shape under one activation checkpointing and one routing; tokens/s per GPU.
+
+    Rates, passes, steps and retries are of its campaign of most passes, the first of several; ratios the mean over
+    campaigns, each over stock in the same one.
+    """
+
+    shape: str
+    activation_checkpoint: str
+    routing: str
+    arm: str
+    tps: float  # median over all timed steps
+    low: float  # lower quartile
+    high: float
+    passes: tuple[float, ...]  # median of each, in order
+    steps: int  # that were timed
+    ratio: float | None  # over stock under the same checkpointing; None where that was not measured
+    best_ratio: float | None  # over its fastest checkpointing; None where it ran under one alone that recomputes
+    stock: str | None = None  # the arm of STOCK that the ratio is over, in the first campaign that has both
+    code: str | None = None  # of moelab, as the rows name it; None of the oldest
+    retries: int = 0  # of the allocator in the timed steps; above zero it was short of memory
+    stock_short: bool = False  # of memory, where the ratio is over it in any campaign
+
+    @property
+    def label(self) -> str:
+        """The arm in words."""
+        return two_by_two_label(self.arm)
+
+    @property
+    def ratio_ends(self) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of its steps over stock; for a result that has a ratio."""
+        assert self.ratio is not None
+        stock_tps = self.tps / self.ratio
+        return self.low / stock_tps, self.tps / stock_tps, self.high / stock_tps
+
+    @property
+    def setting(self) -> str:
+        """The shape and the checkpointing that the arm and stock share, in words."""
+        return f"{self.shape}, {checkpointing_words(self.activation_checkpoint)}"
+
+
+def checkpointing_words(activation_checkpoint: str) -> str:
+    """TorchTitan's checkpointing that an arm is held against, in words.
+
+    >>> checkpointing_words("full+dispatch"), checkpointing_words("none")
+    ('full checkpointing', 'no checkpointing')
+    """
+    kind = STOCK_CHECKPOINTING.get(activation_checkpoint, activation_checkpoint)
+    return f"{'no' if kind == 'none' else kind} checkpointing"
+
+
+def shape_words(shape: str) -> str:
+    """The layers and experts of a thin model that has a name in :data:`SHAPE_WORDS`."""
+    return SHAPE_WORDS.get(shape, f"{shape} layers")
+
+
+def two_by_two_label(arm: str) -> str:
+    """An arm in words; emulated kernels are named.
+
+    Example:
+        >>> two_by_two_label("mxfp8-emulated_deepep")
+        'MXFP8 emulated + DeepEP'
+        >>> two_by_two_label("fp8_deepep_wgrad-fp8_flex_tiles")
+        'FP8 + DeepEP (wgrad FP8, flex tiles)'
+    """
+    arm = arm.replace("flex_", "flex ")  # else "tiles" would be a change of its own
+    emulated = arm.removeprefix("mxfp8-emulated_")
+    if emulated == arm:
+        return arm_label(arm)
+    return arm_label(f"mxfp8_{emulated}").replace("MXFP8", "MXFP8 emulated", 1)
+
+
+@functools.cache
+def _finished() -> dict[str, Any]:
+    return read_json("two_by_two.json")
+
+
+def measured_arms() -> list[ArmResult]:
+    """Every arm that was measured, at each shape, checkpointing and routing."""
+    return [ArmResult(**{**one, "passes": tuple(one["passes"])}) for one in _finished()["results"]]
+
+
+def current_results(results: Iterable[ArmResult]) -> list[ArmResult]:
+    """Of results those whose experts multiplied in the format that the arm is named after, on real kernels."""
+    return [one for one in results if one.code == CODE or (one.code is None and one.arm.startswith("bf16"))]

@@ -1,6 +1,8 @@
-"""Is an arm's loss equivalent to the reference's? One value a seed in, one verdict with its numbers out.
+"""Is an arm's loss equivalent to the reference's? Rows in, one loss a seed, and a verdict with its numbers out.
 
-The statistics are in :mod:`moelab.judge.equivalence`; here the answers are told apart. Before any interval counts:
+A run's final loss is the mean of its last steps, which averages the noise of single batches. It is one number a run:
+successive steps are autocorrelated, so a test on steps would count the same evidence many times. The statistics are in
+:mod:`moelab.judge.equivalence`; here the answers are told apart. Before any interval counts:
 
 * A seed that **diverged** in the arm and not in the reference makes the arm *different*: dropping it and averaging the
   rest would call an arm harmless that loses every second training. One that diverged in the reference alone leaves
@@ -24,10 +26,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from statsmodels.stats.multitest import multipletests
 
+from moelab.errors import BadInput
 from moelab.files import finite_or_none
-from moelab.judge.arms import contrast, seed_names, seeds_words
+from moelab.judge.arms import contrast, require_names, require_one_run_a_seed, seed_names, seeds_words
 from moelab.judge.equivalence import (
     MAX_SEEDS_SEARCHED,
     MIN_SEEDS,
@@ -41,11 +45,19 @@ from moelab.judge.equivalence import (
     seeds_needed,
     t_interval,
 )
+from moelab.runs.table import merge_segments
 
+BLOW_UP_NATS = 0.5
+"""A run whose median loss over the final steps is so far above its lowest over as many steps, and above what is usual
+in the arm that rises least, diverged, though its loss is finite. A choice."""
+SPIKE_NATS = 1.0
+"""A step that is so far above those before it is told of, and is a divergence where it is the last. A choice; spikes of
+half a nat are usual in rapid trainings."""
 LEARNT_FRACTION = 0.1
 """Of the untrained model's loss: an arm has learnt when it is lower by more. A choice: less than that is what frequent
 tokens give in the first steps, whatever the arm."""
 HELD_OUT = "held-out loss"
+_RUN = ["arm", "seed"]
 
 
 class Answer(StrEnum):
@@ -55,12 +67,6 @@ class Answer(StrEnum):
     DIFFERENT = "different"
     INSUFFICIENT = "insufficient data"
     NOT_TRAINED = "not trained enough"
-
-
-class Doubtful(str):
-    """Why a seed has no result, where a divergence may be behind it: its loss was not finite, but not who trained."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,10 @@ class OtherAttempt:
     loss: float  # over the last steps that both logged; NaN of none
     nats: float  # the arm's − the reference's, there; NaN without a partner
     usual: Interval  # of that difference in one more seed, by the judged ones at the same steps
+
+    def stands_apart(self, bound: float) -> bool:
+        """Whether it says something else than the judged runs; NaN does not."""
+        return abs(self.nats) > bound and not self.usual.low <= self.nats <= self.usual.high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +124,6 @@ class ArmSeeds:
         """Seeds that the arm has or should have."""
         return {*self.losses, *self.diverged, *self.lost, *self.unmatched}
 
-    @property
-    def doubtful(self) -> list[int]:
-        """Seeds without a result that may have diverged."""
-        return [seed for seed, reason in self.lost.items() if isinstance(reason, Doubtful)]
-
-    def without(self, dropped: Collection[int]) -> dict[int, float]:
-        """Losses of the other seeds."""
-        return {seed: loss for seed, loss in self.losses.items() if seed not in dropped}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -144,19 +145,15 @@ class Verdict:
     margin_cap_nats: float
     margin_source: str
     reference_sd: float
-    tost_p: float
     beyond_p: float
-    t_p: float
     arm_losses: dict[int, float]
     reference_losses: dict[int, float]
     arm_diverged: tuple[int, ...]  # and not in the reference
-    reference_diverged: tuple[int, ...]  # and not in the arm
     outlying_seeds: tuple[int, ...]  # of the reference
     dropped_seeds: tuple[int, ...]
     decided_by: str = ""  # the sentence that decided where no interval did
     cautions: tuple[str, ...] = ()  # sentences that qualify the answer, and that no short form of it leaves out
     findings: tuple[str, ...] = ()  # sentences that qualify it too
-    excluded: tuple[str, ...]  # each run left out, and why
     unpaired_words: str = ""  # why there is no pair, and how far the means of all seeds are apart
     settled_by: str = ""  # what would turn insufficient data into an answer
     seeds_needed: tuple[int | None, int | None] | None = None
@@ -186,17 +183,14 @@ class Verdict:
         """State the verdict in words with the numbers behind it."""
         arm, reference, shared = contrast(self.arm, self.reference)
         both = f" (both {shared})" if shared else ""
-        if not self.seeds:
-            numbers = self.unpaired_words
-        else:
-            margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
+        margin = f"margin ±{self.margin_nats:.4f}" if math.isfinite(self.margin_nats) else "no margin"
+        if math.isfinite(self.margin_cap_nats):
             is_wider = self.margin_nats > self.margin_cap_nats  # as a person may give it
-            cap_words = "as given, wider than the usual cap" if is_wider else "cap"
-            cap = f" ({cap_words} {self.margin_cap_nats:.4f})" if math.isfinite(self.margin_cap_nats) else ""
-            numbers = (
-                f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
-                f"({self.interval.words()}), {margin}{cap}, n = {seeds_words(self.n_seeds)}"
-            )
+            margin += f" ({'above the usual cap' if is_wider else 'cap'} {self.margin_cap_nats:.4f})"
+        numbers = self.unpaired_words or (
+            f"{arm} differs from {reference}{both} by {self.mean_difference_nats:+.4f} nats in {self.quantity} "
+            f"({self.interval.words()}), {margin}, n = {seeds_words(self.n_seeds)}"
+        )
         if self.decided_by:
             parts = [f"{str(self.answer).capitalize()}: {self.decided_by}", f"{numbers}."]
         else:
@@ -212,18 +206,176 @@ class Verdict:
             "quantity": self.quantity,
             "seeds": list(self.seeds),
             "difference_nats": finite_or_none(self.mean_difference_nats),
-            "margin_nats": finite_or_none(self.margin_nats),
-            "margin_cap_nats": finite_or_none(self.margin_cap_nats),
-            "reference_sd_nats": finite_or_none(self.reference_sd),
             "interval_nats": [finite_or_none(end) for end in (self.interval.low, self.interval.high)],
-            "excludes_zero": self.excludes_zero,
-            "diverged": {"arm": list(self.arm_diverged), "reference": list(self.reference_diverged)},
-            "outlying_seeds": list(self.outlying_seeds),
-            "dropped_seeds": list(self.dropped_seeds),
+            "margin_nats": finite_or_none(self.margin_nats),
             "seeds_needed": list(self.seeds_needed) if self.seeds_needed else None,
-            "left_out": list(self.excluded),
             "sentence": self.sentence(),
         }
+
+
+# From rows to one loss a seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalLosses:
+    """Final losses, each a mean over steps ``first_step`` to ``last_step``, or the loss of held-out text."""
+
+    seeds: Mapping[str, ArmSeeds]  # by arm
+    first_step: int = 0  # both are 0 where the losses are of held-out text
+    last_step: int = 0
+    final_fraction: float = 0.1  # of the steps
+
+
+def first_final_step(last_step: int, final_fraction: float) -> int:
+    """Where the last part of the steps begins, which is one step at least.
+
+    Raises:
+        BadInput: ``final_fraction`` is outside (0, 1].
+
+    Example:
+        >>> first_final_step(60, 0.1)
+        55
+    """
+    if not 0.0 < final_fraction <= 1.0:
+        raise BadInput(f"final_fraction is {final_fraction}: give a part of the steps above 0 and up to 1, such as 0.1")
+    return last_step - max(1, round(final_fraction * last_step)) + 1  # both ends count
+
+
+def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLosses:
+    """Mean loss of each run over the last part of training, at the steps that all arms logged.
+
+    Where arms end at different steps, the end is that of the first to end. Left out and named are runs that ended
+    before others of their arm or lack some of these steps. A run diverged if its loss ends or stays not finite, or far
+    above where it was. A step at which the loss of a run was not finite, and was again afterwards, counts for no run:
+    the text of a step is the same in all.
+
+    Raises:
+        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
+    """
+    require_names(table)
+    require_one_run_a_seed(table)
+    if table["loss"].notna().sum() == 0:
+        raise BadInput("the table has no loss: collect a run that logged at least one step")
+    merged = merge_segments(table)  # of a step that a restart repeated the last value counts
+    last_step = int(merged.groupby("arm")["step"].max().min())
+    first_step = first_final_step(last_step, final_fraction)
+    merged = merged[merged["step"] <= last_step]
+    merged = merged.assign(loss=merged["loss"].where(np.isfinite(merged["loss"])))
+    window = merged[merged["step"] >= first_step]
+    # An arm that logs every tenth step has no gaps: what counts is the steps that most runs of each arm logged.
+    logged = window.groupby(["arm", "step"]).size().unstack(fill_value=0)
+    usual = logged.ge(window.groupby("arm")["seed"].nunique() / 2, axis=0).all() & (
+        len(logged) == merged["arm"].nunique()
+    )
+    losses_RS = window[window["step"].isin(usual.index[usual])].pivot(index=_RUN, columns="step", values="loss")
+    expected, finite = losses_RS.shape[1], losses_RS.notna()
+    seen = window[window["step"].isin(losses_RS.columns)].groupby(_RUN).size().to_dict()
+    not_finite = window[window["loss"].isna()].groupby(_RUN)["step"].first().to_dict()
+    recovers = (finite.iloc[:, -1:].all(axis=1) & (2 * finite.sum(axis=1) >= expected)).to_dict()
+    whole = [key for key in losses_RS.index if recovers[key] and seen[key] == expected]
+    averaged_RS = losses_RS.loc[:, finite.loc[whole].all()]
+    means, changes, own_means = (
+        averaged_RS.mean(axis=1),
+        _fitted_changes(averaged_RS),
+        window.groupby(_RUN)["loss"].mean(),
+    )
+    blow_ups = _blow_ups(merged[merged.set_index(_RUN).index.isin(whole)], first_step)
+    seeds: dict[str, ArmSeeds] = {}
+    for arm, runs in merged.groupby(_RUN)["step"].max().reset_index().groupby("arm"):
+        losses, unmatched, diverged, lost = dict[int, float](), dict[int, float](), dict[int, str](), dict[int, str]()
+        for seed, end in runs[["seed", "step"]].itertuples(index=False, name=None):
+            key, lacks = (str(arm), int(seed)), expected - seen.get((arm, seed), 0)
+            if key in not_finite and not recovers.get(key):
+                diverged[seed] = f"loss is not finite at step {not_finite[key]}"
+            elif end < runs["step"].max():
+                lost[seed] = f"ended at step {end} of {runs['step'].max()}"
+            elif not expected:
+                unmatched[seed] = own_means.get(key, math.nan)
+            elif lacks:
+                lost[seed] = f"{lacks} of {expected} final steps are not in the log"
+            elif key in blow_ups:
+                diverged[seed] = blow_ups[key]
+            else:
+                losses[seed] = means[key]
+        own_changes = {seed: changes[str(arm), seed] for seed in losses if (str(arm), seed) in changes}
+        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost, changes=own_changes, unmatched=unmatched)
+    if expected:
+        first_step, last_step = int(averaged_RS.columns[0]), int(averaged_RS.columns[-1])
+    return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step, final_fraction=final_fraction)
+
+
+def recovered_spikes(rows: pd.DataFrame) -> list[int]:
+    """Steps of one run whose loss rose by more than :data:`SPIKE_NATS` and came back.
+
+    It is held against the median of the twenty logged steps before, and the run must end below that again.
+    """
+    logged = rows["loss"].to_numpy(dtype=float)
+    logged = logged[np.isfinite(logged)]
+    # Medians of thousands of runs take seconds, and few have a step so far above any before.
+    if not (logged - np.minimum.accumulate(logged) > SPIKE_NATS).any():
+        return []
+    losses = merge_segments(rows).set_index("step")["loss"].where(np.isfinite).dropna()
+    before = losses.rolling(20, min_periods=1).median().shift()
+    spikes = losses.index[(losses > before + SPIKE_NATS) & (losses.iloc[-1:].sum() < before + SPIKE_NATS)]
+    return [int(step) for step in spikes]
+
+
+def _fitted_changes(losses_RS: pd.DataFrame) -> dict[tuple[str, int], float]:
+    """By arm and seed, how far a straight line through the run's losses goes from the first step to the last."""
+    steps = losses_RS.columns.to_numpy(dtype=float)
+    if len(steps) < 2:
+        return {}
+    centred = steps - steps.mean()
+    slopes = losses_RS.to_numpy() @ centred / (centred @ centred)
+    return dict(zip(losses_RS.index, slopes * (steps[-1] - steps[0]), strict=True))
+
+
+def _blow_ups(merged: pd.DataFrame, first_step: int) -> dict[tuple[str, int], str]:
+    """By arm and seed, the runs that end far above where they were, in words."""
+    usual, above, words = math.inf, dict[tuple[str, int], float](), dict[tuple[str, int], str]()
+    for arm, rows in merged.groupby("arm"):
+        losses = rows.pivot(index="step", columns="seed", values="loss").ffill()
+        window = len(losses.loc[first_step:])
+        # Medians: a spike among the last steps, from which the loss came back, is no end.
+        medians = losses.rolling(window, min_periods=(window + 1) // 2).median()
+        # Text that becomes harder raises the loss of every arm.
+        usual = min(usual, float((medians.iloc[-1] - medians.min()).median()))
+        of_seeds = (map(int, losses.columns), medians.idxmin(), medians.min(), medians.iloc[-1], losses.iloc[-1])
+        for seed, step, low, stays, ends in zip(*of_seeds, strict=True):
+            above[str(arm), seed] = max(stays - BLOW_UP_NATS, ends - SPIKE_NATS) - low
+            words[str(arm), seed] = f"loss rose from {low:.2f} nats at step {step} to {ends:.2f} at the end"
+    return {key: words[key] for key, nats in above.items() if nats > usual}
+
+
+# From losses to the verdict
+
+
+def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -> list[Verdict]:
+    """Judge arms against a reference on their final losses.
+
+    Args:
+        final: Losses of the arms.
+        reference: Arm to compare with, usually ``bf16_standard``.
+        **options: of :func:`judge`.
+
+    Returns:
+        One verdict for every other arm, *different* corrected for their number.
+
+    Raises:
+        BadInput: The reference is no arm, or an option is out of range.
+    """
+    first, last = final.first_step, final.last_step
+    if not last:
+        options["quantity"] = HELD_OUT
+    else:
+        quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
+        options |= {"quantity": quantity, "steps": (first, last)}
+    if reference not in final.seeds:
+        raise BadInput(f"arm {reference!r} is not in this table: the arms are {', '.join(final.seeds)}")
+    theirs, others = final.seeds[reference], {arm: ours for arm, ours in final.seeds.items() if arm != reference}
+    return correct_for_arms(
+        [judge(ours, theirs, arm=arm, reference=reference, **options) for arm, ours in others.items()]
+    )
 
 
 def judge(
@@ -268,11 +420,10 @@ def judge(
     """
     dropped = tuple(sorted((ours.known | theirs.known) & {*dropped_seeds}))  # others are of another arm
     ours = replace(ours, attempts=tuple(one for one in ours.attempts if one.seed not in dropped))
-    kept, base = ours.without(dropped), theirs.without(dropped)
+    kept, base = ({k: loss for k, loss in one.losses.items() if k not in dropped} for one in (ours, theirs))
     # Also of seeds without a partner: they are as much of the reference as the others.
     margin = equivalence_margin(base, reference=reference, **margin_options)
     seeds = tuple(sorted(kept.keys() & base.keys()))
-    both = ((arm, ours), (reference, theirs))
     verdict = Verdict(
         arm=arm,
         reference=reference,
@@ -286,102 +437,25 @@ def judge(
         arm_losses=kept,
         reference_losses=base,
         arm_diverged=tuple(sorted(ours.diverged.keys() - theirs.diverged.keys())),
-        reference_diverged=tuple(sorted(theirs.diverged.keys() - ours.diverged.keys())),
         outlying_seeds=outlying_seeds(base),  # without dropped ones: the next may have hidden behind them
         dropped_seeds=dropped,
-        excluded=tuple(
-            f"{name}, {words}" for name, one in both for words in _reasons(one.known, {**one.diverged, **one.lost})
-        ),
-        unpaired_words="" if seeds else _unpaired(arm, reference, quantity, (kept, base), (ours, theirs)),
         steps=steps,
     )
-    return _decided(verdict, ours, theirs, margin, untrained_nats=untrained_nats, lr_warmup_steps=lr_warmup_steps)
-
-
-def _decided(
-    verdict: Verdict,
-    ours: ArmSeeds,
-    theirs: ArmSeeds,
-    margin: Margin,
-    *,
-    untrained_nats: float | None,
-    lr_warmup_steps: int,
-) -> Verdict:
-    """The verdict with the answer of what comes first, and with all that qualifies it."""
-    doubts = [*_doubts(verdict, ours, theirs, margin)]
-    against = [words for contradicts, words in doubts if contradicts and verdict.answer is Answer.EQUIVALENT]
+    pair = _Pair(verdict=verdict, names=contrast(arm, reference)[:2], ours=ours, theirs=theirs, margin=margin)
+    doubts = [*_doubts(pair)]
     # What comes first decides, and the rest is told beside it; the interval comes last.
-    before = [*_before_any_interval(verdict, ours, theirs, margin, untrained_nats)]
-    first = [*before, *((Answer.INSUFFICIENT, words) for words in against), (verdict.answer, "")][0]
-    findings = [_capitalised(words) for _, words in before[1:]]
-    if verdict.answer is Answer.DIFFERENT and abs(verdict.mean_difference_nats) < margin.widest_nats:
-        findings.append(
-            f"The margin is narrow for want of seeds: {seeds_words(len(verdict.reference_losses))} of the reference "
-            f"leave room for one of up to ±{margin.widest_nats:.4f}, which would hold this difference."
-        )
+    before = [*_before_any_interval(pair, untrained_nats)]
+    against = [words for contradicts, words in doubts if contradicts and verdict.answer is Answer.EQUIVALENT]
+    answer, decided_by = [*before, *((Answer.INSUFFICIENT, words) for words in against), (verdict.answer, "")][0]
     verdict = replace(
         verdict,
-        answer=first[0],
-        decided_by=first[1],
-        cautions=tuple(_capitalised(words) for _, words in doubts if words != first[1]),
-        findings=(*findings, *_to_be_known(verdict, ours, theirs, margin, lr_warmup_steps)),
+        answer=answer,
+        decided_by=decided_by,
+        cautions=tuple(_capitalised(words) for _, words in doubts if words != decided_by),
+        findings=(*(_capitalised(words) for _, words in before[1:]), *_to_be_known(pair, lr_warmup_steps)),
+        unpaired_words="" if seeds else _unpaired(pair),
     )
-    if first != (Answer.INSUFFICIENT, ""):
-        return verdict
-    if ours.unmatched or theirs.unmatched:
-        return replace(verdict, settled_by="Train both arms for as many steps, and log the same ones.")
-    return _settled_by(verdict, margin)
-
-
-def _tested(differences: Sequence[float], margin: Margin) -> dict[str, Any]:
-    """What the interval alone says of paired differences, and the numbers behind it."""
-    numbers = dict.fromkeys(("sd_difference", "tost_p", "beyond_p", "t_p"), NAN)
-    answer, low, high = Answer.INSUFFICIENT, NAN, NAN
-    if len(differences) > 1:  # two give an interval, and MIN_SEEDS an answer
-        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
-        bound = margin.nats if margin.exists else margin.cap_nats
-        tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
-        low, high = float(tests.low[0]), float(tests.high[0])
-        numbers = {
-            "sd_difference": float(tests.sd[0]),
-            "tost_p": float(tests.tost_p[0]) if margin.exists else NAN,
-            "beyond_p": float(tests.beyond_p[0]),
-            "t_p": float(tests.t_p[0]),
-        }
-        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
-            answer = Answer.EQUIVALENT
-        elif len(differences) >= MIN_SEEDS and tests.different[0]:
-            answer = Answer.DIFFERENT
-    return {
-        "answer": answer,
-        "mean_difference_nats": float(np.mean(differences)) if differences else NAN,
-        "interval": Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
-        **numbers,
-    }
-
-
-def _unpaired(
-    arm: str,
-    reference: str,
-    quantity: str,
-    losses: tuple[Mapping[int, float], Mapping[int, float]],
-    seeds: tuple[ArmSeeds, ArmSeeds],
-) -> str:
-    """Why two arms have no pair, and how far the means of all their seeds are apart."""
-    arm_words, reference_words, shared = contrast(arm, reference)
-    words = f"{arm_words} and {reference_words}{f' (both {shared})' if shared else ''}"
-    ours, theirs = losses
-    unmatched = [one.unmatched for one in seeds]
-    if all(unmatched):
-        ours, theirs = unmatched
-        words += " logged none of their last steps in common"
-    else:
-        words += " have no finished seed in common"
-    if not ours or not theirs:
-        return words
-    nats = float(np.mean([*ours.values()]) - np.mean([*theirs.values()]))
-    counts = f"{len(ours)} against {seeds_words(len(theirs))}"
-    return f"{words}; unpaired, the mean of {counts} differs by {nats:+.4f} nats in {quantity}"
+    return _settled_by(verdict, pair) if answer is Answer.INSUFFICIENT and not decided_by else verdict
 
 
 def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
@@ -411,31 +485,83 @@ def correct_for_arms(verdicts: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def _before_any_interval(
-    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin, untrained_nats: float | None
-) -> Iterator[tuple[Answer, str]]:
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """An arm and the reference, what became of their seeds, and what the interval alone says."""
+
+    verdict: Verdict
+    names: tuple[str, str]  # of the arm and the reference, in words
+    ours: ArmSeeds
+    theirs: ArmSeeds
+    margin: Margin
+
+    @property
+    def bound(self) -> float:
+        """The margin, or the widest that there could be."""
+        return self.margin.nats if self.margin.exists else self.margin.cap_nats
+
+    @property
+    def both(self) -> list[tuple[str, str, ArmSeeds, dict[int, float]]]:
+        """Of each arm its name, the name in words, its seeds and their losses."""
+        one = self.verdict
+        return [
+            (one.arm, self.names[0], self.ours, one.arm_losses),
+            (one.reference, self.names[1], self.theirs, one.reference_losses),
+        ]
+
+
+def _tested(differences: Sequence[float], margin: Margin) -> dict[str, Any]:
+    """What the interval alone says of paired differences, and the numbers behind it."""
+    answer, sd, low, high, beyond_p = Answer.INSUFFICIENT, NAN, NAN, NAN, NAN
+    if len(differences) > 1:  # two give an interval, and MIN_SEEDS an answer
+        # Without a spread there is no margin, but none could be wider than the cap: beyond it is different all the same
+        bound = margin.nats if margin.exists else margin.cap_nats
+        tests = paired_tests(differences, bound, tost_alpha=margin.tost_alpha)
+        sd, low, high, beyond_p = (float(one[0]) for one in (tests.sd, tests.low, tests.high, tests.beyond_p))
+        if len(differences) >= MIN_SEEDS and margin.exists and tests.equivalent[0]:
+            answer = Answer.EQUIVALENT
+        elif len(differences) >= MIN_SEEDS and tests.different[0]:
+            answer = Answer.DIFFERENT
+    return {
+        "answer": answer,
+        "mean_difference_nats": float(np.mean(differences)) if differences else NAN,
+        "interval": Interval(low=low, high=high, level=1.0 - 2.0 * margin.tost_alpha),
+        "sd_difference": sd,
+        "beyond_p": beyond_p,
+    }
+
+
+def _unpaired(pair: _Pair) -> str:
+    """Why two arms have no pair, and how far the means of all their seeds are apart."""
+    is_other_steps = bool(pair.ours.unmatched and pair.theirs.unmatched)
+    what = "logged none of their last steps in common" if is_other_steps else "have no finished seed in common"
+    words = f"{' and '.join(pair.names)} {what}"
+    ours, theirs = ([*(one.unmatched if is_other_steps else losses).values()] for _, _, one, losses in pair.both)
+    if not ours or not theirs:
+        return words
+    nats, counts = float(np.mean(ours) - np.mean(theirs)), f"{len(ours)} against {seeds_words(len(theirs))}"
+    return f"{words}; unpaired, the mean of {counts} differs by {nats:+.4f} nats in {pair.verdict.quantity}"
+
+
+def _before_any_interval(pair: _Pair, untrained_nats: float | None) -> Iterator[tuple[Answer, str]]:
     """What decides whatever the interval says, the first before the others, each with its answer."""
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
+    verdict, ours, theirs, (arm, reference) = pair.verdict, pair.ours, pair.theirs, pair.names
     n = len(ours.known | theirs.known)  # of all seeds that there should be, also those that were lost
     if failed := verdict.arm_diverged:
         words, why = f"{len(failed)} of {n} seeds diverged in {arm} and not in {reference}", ours.diverged
         if any(seed in theirs.losses for seed in failed):  # trained well by the reference
-            yield Answer.DIFFERENT, f"{words} ({'; '.join(_reasons(failed, why))})."
+            yield Answer.DIFFERENT, f"{words} ({_reasons(failed, why)})."
         else:  # whether the reference would have kept them is not known
             answer = Answer.DIFFERENT if verdict.answer is Answer.DIFFERENT else Answer.INSUFFICIENT
-            yield answer, f"{words}, which has no result for them ({'; '.join(_reasons(failed, why))})."
-    if failed := verdict.reference_diverged:
-        words = f"{len(failed)} of {n} seeds diverged in the reference {reference} and not in {arm}"
-        yield Answer.INSUFFICIENT, f"{words} ({'; '.join(_reasons(failed, theirs.diverged))})."
-    for name, one in ((arm, ours), (reference, theirs)):
-        if one.doubtful:
-            words = f"{len(one.doubtful)} of {n} seeds of {name} may have diverged"
-            yield Answer.INSUFFICIENT, f"{words} ({'; '.join(_reasons(one.doubtful, one.lost))})."
+            yield answer, f"{words}, which has no result for them ({_reasons(failed, why)})."
+    if lacking := theirs.diverged.keys() - ours.diverged.keys():
+        words = f"{len(lacking)} of {n} seeds diverged in the reference {reference} and not in {arm}"
+        yield Answer.INSUFFICIENT, f"{words} ({_reasons(lacking, theirs.diverged)})."
     if untrained_nats is not None and verdict.seeds:
         # A margin that a person gave says what is close, not what is learnt.
-        needed = max(LEARNT_FRACTION * untrained_nats, margin.nats if margin.exists and not margin.given else 0.0)
-        both = {arm: verdict.arm_losses, reference: verdict.reference_losses}
-        ends = {name: float(np.mean([losses[seed] for seed in verdict.seeds])) for name, losses in both.items()}
+        is_derived = pair.margin.exists and not pair.margin.given
+        needed = max(LEARNT_FRACTION * untrained_nats, pair.margin.nats if is_derived else 0.0)
+        ends = {name: float(np.mean([losses[k] for k in verdict.seeds])) for _, name, _, losses in pair.both}
         if untaught := [name for name, end in ends.items() if end > untrained_nats - needed]:
             each = [f"{name} has not learnt ({ends[name]:.2f} nats in {verdict.quantity})" for name in untaught]
             words = f"{' and '.join(each)}: an untrained model has {untrained_nats:.2f} nats"
@@ -449,129 +575,107 @@ def _before_any_interval(
         )
 
 
-def _doubts(verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin) -> Iterator[tuple[bool, str]]:
+def _doubts(pair: _Pair) -> Iterator[tuple[bool, str]]:
     """What the interval does not show, each with whether it speaks against an equivalence."""
-    bound = margin.nats if margin.exists else margin.cap_nats
-    yield from ((False, words) for words in _of_one_run(verdict, margin))
-    yield from _trend(verdict, ours, theirs, smallest=min(margin.floor_nats, bound), bound=bound)
-    yield from _replaced(verdict, ours.attempts, bound)
-    yield from ((True, words) for words in _lost_apart(verdict, ours.attempts, bound))
+    yield from ((False, words) for words in _of_one_run(pair))
+    yield from _trend(pair)
+    yield from _replaced(pair)
+    yield from _lost_apart(pair)
 
 
-def _of_one_run(verdict: Verdict, margin: Margin) -> Iterator[str]:
+def _of_one_run(pair: _Pair) -> Iterator[str]:
     """Seeds that end as near to each other as one run to itself."""
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    arms = {arm: verdict.arm_losses, reference: verdict.reference_losses}
-    # A held-out loss is logged to four decimals, which two seeds may well share.
-    for name, losses in arms.items() if verdict.quantity != HELD_OUT else ():
-        runs = {loss: [seed for seed in losses if losses[seed] == loss] for loss in losses.values()}
-        for same in [seeds for seeds in runs.values() if len(seeds) > 1]:
-            yield (
-                f"{seed_names(same)} of {name} end at the same loss to the last digit: they may be one run that counts "
-                "twice, or the seed had no effect."
-            )
-    spreads = {name: float(np.ptp([*one.values()])) for name, one in arms.items() if len(one) >= MIN_SEEDS}
-    near = [f"those of {name} within {nats:.5f} nats" for name, nats in spreads.items() if 0 < nats < margin.floor_nats]
+    near, floor = [], pair.margin.floor_nats
+    for _, name, _, losses in pair.both:
+        apart = float(np.ptp([*losses.values()])) if len(losses) >= MIN_SEEDS else 0.0
+        values = [*losses.values()]
+        # A held-out loss is logged to four decimals, which two seeds may well share.
+        equal = [seed for seed in losses if values.count(losses[seed]) > 1 and pair.verdict.quantity != HELD_OUT]
+        if 0 < apart < floor:
+            near.append(f"those of {name} within {apart:.5f} nats")
+        elif equal:
+            near.append(f"{seed_names(equal)} of {name} to the last digit")
     if near:
         yield (
-            f"the seeds end closer together than rounding alone moves a loss ({margin.floor_nats:.4f} nats), "
-            f"{' and '.join(near)}: they may be one run that counts several times."
+            f"seeds end closer together than rounding alone moves a loss ({floor:.4f} nats), {' and '.join(near)}: "
+            "they may be one run that counts several times."
         )
 
 
-def _trend(
-    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, *, smallest: float, bound: float
-) -> Iterator[tuple[bool, str]]:
+def _trend(pair: _Pair) -> Iterator[tuple[bool, str]]:
     """A difference that changes within the steps that it is a mean of, by a t interval over seeds."""
-    if not {*verdict.seeds} <= ours.changes.keys() & theirs.changes.keys():
+    verdict, ours, theirs = pair.verdict, pair.ours.changes, pair.theirs.changes
+    if verdict.steps is None or not {*verdict.seeds} <= ours.keys() & theirs.keys():
         return
     # The line through a difference is the difference of the lines.
-    change = t_interval([ours.changes[seed] - theirs.changes[seed] for seed in verdict.seeds])
+    change = t_interval([ours[seed] - theirs[seed] for seed in verdict.seeds])
     by, mean = (change.low + change.high) / 2.0, verdict.mean_difference_nats
+    smallest = min(pair.margin.floor_nats, pair.bound)
     if not change.exists or change.low <= 0.0 <= change.high or abs(by) < smallest:
         return
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    start, end = mean - by / 2.0, mean + by / 2.0
-    verb = "drifts through zero" if start * end < 0 else "still shrinks" if abs(end) < abs(start) else "still grows"
-    steps = "these steps" if verdict.steps is None else f"steps {verdict.steps[0]} to {verdict.steps[1]}"
-    nats = f"from {start:+.4f} to {end:+.4f} nats"
+    (first, last), (arm, reference) = verdict.steps, pair.names
     # As many steps before or after these, by the same line, the mean would be beyond the bound.
-    leaves = abs(mean) + abs(by) > bound
-    yield leaves, f"the difference of {arm} from {reference} {verb}: within {steps} it goes {nats}."
+    leaves = abs(mean) + abs(by) > pair.bound
+    yield (
+        leaves,
+        f"the difference of {arm} from {reference} still changes: within steps {first} to {last} it goes from "
+        f"{mean - by / 2.0:+.4f} to {mean + by / 2.0:+.4f} nats.",
+    )
 
 
-def _replaced(verdict: Verdict, attempts: Iterable[OtherAttempt], bound: float) -> Iterator[tuple[bool, str]]:
+def _replaced(pair: _Pair) -> Iterator[tuple[bool, str]]:
     """Runs that finished or diverged, and of whose seed a later run is judged."""
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    for side, name, against in (
-        (verdict.arm, arm, f"from {reference}"),
-        (verdict.reference, reference, f"from there to {arm}"),
-    ):
-        own = [one for one in attempts if one.is_replaced and one.arm == side]
-        if diverged := {one.seed: one.end for one in own if one.has_diverged}:
-            words = _were_replaced(len(diverged), f"of {name} that diverged")
-            yield True, f"{words} ({'; '.join(_reasons(diverged, diverged))})."
-        if finished := [one for one in own if one.is_finished and not one.has_diverged]:
-            # Those that lie farthest are named.
-            finished.sort(key=lambda one: (-abs(one.nats) if math.isfinite(one.nats) else 0.0, one.seed))
-            ends = [
-                f"seed {one.seed} at {one.loss:.4f} nats" + f", {one.nats:+.4f} {against}" * math.isfinite(one.nats)
-                for one in finished
-            ]
-            ends[3:] = [f"and {len(ends) - 3} more"] if len(ends) > 3 else []
-            words = _were_replaced(len(finished), f"of {name} that had finished")
-            yield any(_stands_apart(one, bound) for one in finished), f"{words} ({'; '.join(ends)})."
+    for side, name, _, _ in pair.both:
+        own = [one for one in pair.ours.attempts if one.is_replaced and one.arm == side]
+        own = [one for one in own if one.is_finished or one.has_diverged]
+        if not own:
+            continue
+        # Those that diverged or lie farthest are named.
+        own.sort(key=lambda one: (not one.has_diverged, -abs(one.nats) if math.isfinite(one.nats) else 0.0, one.seed))
+        ends = []
+        for one in own[:3]:
+            nats = f", a difference of {one.nats:+.4f}" if math.isfinite(one.nats) else ""
+            end = f": {one.end}" if one.has_diverged else f" at {one.loss:.4f} nats{nats}"
+            ends.append(f"seed {one.seed}{end}")
+        ends += [f"and {len(own) - 3} more"] if len(own) > 3 else []
+        words = f"runs of {name} that had finished or diverged were replaced by others"
+        speaks = any(one.has_diverged or one.stands_apart(pair.bound) for one in own)
+        yield speaks, f"{words} ({'; '.join(ends)})."
 
 
-def _lost_apart(verdict: Verdict, attempts: Iterable[OtherAttempt], bound: float) -> Iterator[str]:
+def _lost_apart(pair: _Pair) -> Iterator[tuple[bool, str]]:
     """Runs that did not finish, and whose log ends with another difference than the judged seeds have there."""
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    apart = [one for one in attempts if not (one.is_finished or one.has_diverged) and _stands_apart(one, bound)]
-    if not apart:
-        return
-    ends = sorted(one.nats for one in apart)
-    nats = " to ".join(dict.fromkeys(f"{end:+.4f}" for end in (ends[0], ends[-1])))
-    reasons = list[str]()
-    for side, name in ((verdict.arm, arm), (verdict.reference, reference)):
-        own = {one.seed: one.end for one in apart if one.arm == side}
-        reasons += [f"{name}, {words}" for words in _reasons(own, own)]
-    logs = "the log of a lost run ends" if len(apart) == 1 else "the logs of lost runs end"
-    yield f"{arm} was {nats} nats from {reference} where {logs} ({'; '.join(reasons)})."
+    attempts = [one for one in pair.ours.attempts if not (one.is_finished or one.has_diverged)]
+    if apart := [one for one in attempts if one.stands_apart(pair.bound)]:
+        arm, reference = pair.names
+        ends = sorted(one.nats for one in apart)
+        nats = " to ".join(dict.fromkeys(f"{end:+.4f}" for end in (ends[0], ends[-1])))
+        reasons = []
+        for side, name, _, _ in pair.both:
+            if own := {one.seed: one.end for one in apart if one.arm == side}:
+                reasons.append(f"{name}, {_reasons(own, own)}")
+        yield True, f"{arm} was {nats} nats from {reference} where the logs of lost runs end ({'; '.join(reasons)})."
 
 
-def _were_replaced(n: int, which: str) -> str:
-    return f"1 run {which} was replaced by another" if n == 1 else f"{n} runs {which} were replaced by others"
-
-
-def _stands_apart(one: OtherAttempt, bound: float) -> bool:
-    """Whether a run that is not judged says something else than the judged ones; NaN does not."""
-    return abs(one.nats) > bound and not one.usual.low <= one.nats <= one.usual.high
-
-
-def _to_be_known(
-    verdict: Verdict, ours: ArmSeeds, theirs: ArmSeeds, margin: Margin, lr_warmup_steps: int
-) -> Iterator[str]:
+def _to_be_known(pair: _Pair, lr_warmup_steps: int) -> Iterator[str]:
     """What qualifies an answer and decides nothing."""
-    arm, reference, _ = contrast(verdict.arm, verdict.reference)
-    # Of the arm it decides nothing: a seed that goes astray in it alone may be what the arm does.
-    for seed in outlying_seeds(verdict.arm_losses):
-        yield f"Seed {seed} of {arm} lies apart from the others ({verdict.arm_losses[seed]:.4f} nats)."
-    if both := ours.diverged.keys() & theirs.diverged.keys():  # it says something of the seed, not of the arm
-        yield f"Left out, as it diverged in both: {'; '.join(_reasons(both, ours.diverged))}."
-    # Doubtful seeds have decided, and so has one whose log is apart from the judged ones.
-    bound = margin.nats if margin.exists else margin.cap_nats
-    logs = {(one.arm, one.seed): one for one in ours.attempts if not one.is_replaced and math.isfinite(one.nats)}
-    unknown, alike = list[str](), list[str]()
-    for side, name, seeds in ((verdict.arm, arm, ours), (verdict.reference, reference, theirs)):
-        gone = seeds.lost.keys() - {*seeds.doubtful}
-        logged = {seed for seed in gone if (side, seed) in logs}
-        unknown += [f"{name}, {words}" for words in _reasons(gone - logged, seeds.lost)]
-        near = [seed for seed in logged if not _stands_apart(logs[side, seed], bound)]
-        alike += [f"{name}, {words}" for words in _reasons(near, seeds.lost)]
-    if unknown:
-        yield f"Left out: {'; '.join(unknown)}; assumed to be unrelated to the loss."
-    if alike:
-        yield f"Left out: {'; '.join(alike)}; where these logs end, the difference was as usual."
+    verdict, margin = pair.verdict, pair.margin
+    if verdict.answer is Answer.DIFFERENT and abs(verdict.mean_difference_nats) < margin.widest_nats:
+        yield (
+            f"The margin is narrow for want of seeds: {seeds_words(len(verdict.reference_losses))} of the reference "
+            f"leave room for one of up to ±{margin.widest_nats:.4f}, which would hold this difference."
+        )
+    if both := pair.ours.diverged.keys() & pair.theirs.diverged.keys():  # it says something of the seed, not of the arm
+        yield f"Left out, as it diverged in both: {_reasons(both, pair.ours.diverged)}."
+    # One whose log is apart from the judged ones has decided.
+    attempts = [one for one in pair.ours.attempts if not one.is_replaced]
+    apart = {(one.arm, one.seed) for one in attempts if one.stands_apart(pair.bound)}
+    left_out = []
+    for side, name, seeds, _ in pair.both:
+        lost = [seed for seed in seeds.lost if (side, seed) not in apart]
+        left_out += [f"{name}, {_reasons(lost, seeds.lost)}"] if lost else []
+    if left_out:
+        yield f"Left out, as nothing that they logged speaks against it: {'; '.join(left_out)}."
     if verdict.dropped_seeds:
         yield f"Dropped from all arms as requested: {seed_names(verdict.dropped_seeds)}."
     if verdict.steps is not None and verdict.seeds and verdict.steps[1] <= lr_warmup_steps:
@@ -585,37 +689,32 @@ def _capitalised(sentence: str) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> list[str]:
-    """``seeds 1, 4: loss is nan at step 12`` and ``seed 3: …``: seeds of one reason together."""
+def _reasons(seeds: Iterable[int], reasons: Mapping[int, str]) -> str:
+    """``seeds 1, 4: loss is nan at step 12; seed 3: …``: seeds of one reason together."""
     groups: dict[str, list[int]] = {}
     for seed in sorted(seeds):
-        if seed in reasons:
-            groups.setdefault(reasons[seed], []).append(seed)
-    return [f"{seed_names(own)}: {why}" for why, own in groups.items()]
+        groups.setdefault(reasons[seed], []).append(seed)
+    return "; ".join(f"{seed_names(own)}: {why}" for why, own in groups.items())
 
 
-def _settled_by(verdict: Verdict, margin: Margin) -> Verdict:
+def _settled_by(verdict: Verdict, pair: _Pair) -> Verdict:
     """The verdict with what would turn "insufficient data" into an answer, and how many seeds that would take."""
+    if pair.ours.unmatched or pair.theirs.unmatched:
+        return replace(verdict, settled_by="Train both arms for as many steps, and log the same ones.")
     if verdict.n_seeds < MIN_SEEDS:
         return replace(verdict, settled_by=f"At least {MIN_SEEDS} common seeds are needed.")
-    if not margin.exists:
+    if not pair.margin.exists:
         words = "Give a margin in nats (--margin), or train the reference with different seeds."
         return replace(verdict, settled_by=words)
-    zero = "zero is excluded" if verdict.excludes_zero else "zero is not excluded"
-    needed = low, high = seeds_needed(
+    needed = seeds_needed(
         n_seeds=verdict.n_seeds,
         sd_difference=verdict.sd_difference,
         n_reference=len(verdict.reference_losses),  # the margin is of all of them, with a partner or without
-        margin=margin,
+        margin=pair.margin,
     )
-    if low is None:
-        seeds = f"more than {MAX_SEEDS_SEARCHED} common seeds"
-    elif high is None:
-        seeds = f"{low} to more than {MAX_SEEDS_SEARCHED} common seeds"
-    else:
-        seeds = f"{low} common seeds" if low == high else f"{low} to {high} common seeds"
+    ends = dict.fromkeys(f"more than {MAX_SEEDS_SEARCHED}" if end is None else str(end) for end in needed)
     words = (
-        f"The interval reaches beyond the margin, and {zero}. {'Were' if verdict.excludes_zero else 'If'} the true "
-        f"difference {'' if verdict.excludes_zero else 'is '}0, {seeds} would show it with {100 * POWER:g} % power."
+        f"The interval reaches beyond the margin, and zero is {'' if verdict.excludes_zero else 'not '}excluded. Were "
+        f"the true difference 0, {' to '.join(ends)} common seeds would show it with {100 * POWER:g} % power."
     )
     return replace(verdict, settled_by=words, seeds_needed=needed)

@@ -19,7 +19,7 @@ import pandas as pd
 from moelab.data import read_json
 from moelab.errors import BadInput
 from moelab.hardware import GPUS, Gpu
-from moelab.judge.published import CONVERGENCE_SETUP, THROUGHPUT_SETUP
+from moelab.judge.throughput import CONVERGENCE_SETUP, THROUGHPUT_SETUP
 from moelab.micro.grouped_gemm import Case, GroupedPrecision
 from moelab.model import gemms
 from moelab.model.hugging_face import read_model

@@ -39,7 +39,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "arms_beside_projection",
             "step_breakdown",
         ],
-        "report": ["Figure", "Table", "write_report"],
+        "report": ["write_report"],
         "study": [
             "loss_curves",
             "loss_difference",

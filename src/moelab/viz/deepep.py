@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import plotly.graph_objects as go
 
-from moelab.judge.two_by_two import (
+from moelab.judge.throughput import (
     SHAPE_WORDS,
     ArmResult,
     current_results,

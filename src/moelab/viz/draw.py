@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from moelab.judge.curves import joined_lines, thinned, thinning
 from moelab.viz.theme import INK, MUTED, NARROW, NORMAL, WARNING, ArmStyle, new_figure
 
+Curves = TypeVar("Curves", "pd.DataFrame", "pd.Series[float]")
+POINTS_DRAWN = 600
+"""Of a curve, one for every two pixels of a wide figure; a report holds dozens of curves and goes by mail."""
+SEEDS_DRAWN = 100
+"""Of an arm, as lines of their own; the mean and the band are of all."""
+SEED_POINTS_DRAWN = 4 * POINTS_DRAWN
+"""Of all seeds of an arm together."""
 Look = tuple[str, str]
 """A colour and plotly's hatch, which is empty for a plain bar."""
 STAR = {"symbol": "star", "color": "black", "line": {"color": "white", "width": 1}}
@@ -211,6 +218,36 @@ def draw_limit(
     figure.add_hline(y=value, line=line)
     figure.add_annotation(**name, x=1, xref="x domain", xanchor="left", xshift=6, y=value, align="left")
     figure.update_layout(margin_r=margin_px)
+
+
+def thinned(curves: Curves, points: int = POINTS_DRAWN) -> Curves:
+    """Every nth row and the last: at most so many ``points`` and one."""
+    every = thinning(len(curves), points)
+    # The last row is kept, so that a curve ends where its run did.
+    return pd.concat([curves.iloc[:-1:every], curves.iloc[-1:]]) if every > 1 else curves
+
+
+def thinning(rows: int, points: int = POINTS_DRAWN) -> int:
+    """Which of so many rows :func:`thinned` keeps: every nth, 1 for all."""
+    return max(1, math.ceil(rows / points))
+
+
+def drawn_seeds(seeds: int) -> range:
+    """Places of the seeds that are drawn as lines of their own: all, or evenly chosen ones."""
+    return range(0, seeds, max(1, math.ceil(seeds / SEEDS_DRAWN)))
+
+
+def joined_lines(curves: pd.DataFrame) -> tuple[list[float], list[float]]:
+    """Seeds as one line broken by NaN: one trace an arm, of :data:`SEED_POINTS_DRAWN` and a few at most."""
+    x: list[float] = []
+    y: list[float] = []
+    curves = curves[curves.columns[list(drawn_seeds(curves.shape[1]))]]
+    curves = thinned(curves, min(POINTS_DRAWN, SEED_POINTS_DRAWN // max(1, curves.shape[1])))
+    for seed in curves.columns:
+        values = curves[seed].dropna()
+        x += [*values.index.astype(float), np.nan]  # the gap between two seeds
+        y += [*values.astype(float), np.nan]
+    return x, y
 
 
 def draw_seeds(figure: go.Figure, curves: pd.DataFrame, style: ArmStyle, *, opacity: float, **options: object) -> None:

@@ -34,7 +34,6 @@ from moelab.data.example_logs import SIMULATED, SIMULATED_LOG
 from moelab.errors import MoelabError
 from moelab.experiment import Experiment
 from moelab.judge.arms import arm_label
-from moelab.judge.curves import thinned
 from moelab.launch.status import refresh
 from moelab.privacy import without_secrets
 from moelab.runs import directory
@@ -45,7 +44,7 @@ from moelab.runs.metrics import FILE as METRICS_FILE
 from moelab.runs.status import State, Status
 from moelab.runs.stragglers import slow_steps
 from moelab.runs.table import VALUE_COLUMNS
-from moelab.viz.draw import legend_below, list_rows, write_beside
+from moelab.viz.draw import legend_below, list_rows, thinned, write_beside
 from moelab.viz.theme import GRID, WIDE, arm_styles, counted, new_figure, plot_text
 from moelab.viz.widget import MARKED, as_picture, in_rows, labelled_control, live_figures, make_panel, size_control
 

@@ -15,9 +15,7 @@ import json
 import math
 import shlex
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,56 +31,26 @@ import moelab
 from moelab.errors import BadInput
 from moelab.files import write_whole
 from moelab.judge.arms import arm_label, contrast
-from moelab.judge.comparison import Comparison
-from moelab.judge.published import Label
-from moelab.judge.report import StudyReport
-from moelab.judge.side import differing_values, median, quartiles, shared_values
-from moelab.judge.summary import Report, span_of
+from moelab.judge.report import Report, final_loss, span_of
+from moelab.judge.sides import SPEED_PACKAGES, differing_values
 from moelab.judge.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
-from moelab.runs.collect import WARMUP_STEPS
 from moelab.runs.settings import spread
-from moelab.runs.side_files import Environment as RunEnvironment
-from moelab.viz import compare
-from moelab.viz.explain import step_bars
-from moelab.viz.study import expert_load_figure, loss_curves, loss_difference, throughput_bars, verdict_intervals
+from moelab.runs.table import throughput_rows
+from moelab.viz.study import (
+    expert_load_figure,
+    loss_curves,
+    loss_difference,
+    run_differences,
+    throughput_bars,
+    verdict_intervals,
+)
 from moelab.viz.table import MOST_ROWS, SORT, TableView, as_table, cell_text
-
-Cell = str | float | int | None
+from moelab.viz.theme import ArmStyle, arm_styles
 
 SIGNIFICANT_DIGITS = 5
 """Of a number that is drawn: far more than a pixel, and a third of the bytes that all of a float would take."""
 PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Figure:
-    """A figure with its caption; ``label`` says how its numbers are known."""
-
-    caption: str
-    figure: go.Figure
-    label: Label = "measured"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """A table; cells are text or numbers, and None or NaN is shown as a dash; ``label`` is None for settings.
-
-    ``decimals`` gives digits after the point by column; 4, as a loss is written, where it is silent.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    label: Label | None = "measured"
-    decimals: Mapping[str, int] = field(default_factory=dict)
-
-    def in_notebook(self) -> TableView:
-        """The table as a notebook shows it."""
-        decimals = dict.fromkeys(self.columns, 4) | dict(self.decimals)
-        # As objects: beside a missing value pandas would make floats of whole numbers.
-        frame = pd.DataFrame(self.rows, columns=list(self.columns), dtype=object)
-        return as_table(frame, self.title, decimals=decimals)
 
 
 def write_report(
@@ -90,11 +58,11 @@ def write_report(
     *,
     title: str,
     summary: Mapping[str, str] | None = None,
-    settings: Table | None = None,
+    settings: TableView | None = None,
     same_settings: str = "",
     verdicts: Sequence[Verdict] = (),
-    figures: Sequence[Figure] = (),
-    tables: Sequence[Table] = (),
+    figures: Mapping[str, go.Figure] | None = None,
+    tables: Sequence[TableView] = (),
     provenance: Mapping[str, str],
     notes: Sequence[str] = (),
     with_paths: bool = False,
@@ -108,7 +76,7 @@ def write_report(
         settings: What differs between the configurations, shown before the figures.
         same_settings: What does not, on a line.
         verdicts: Each is shown as a card with the numbers behind it.
-        figures: Figures with captions.
+        figures: Figures by their captions.
         tables: Tables, such as one row a run.
         provenance: What was run, on what and with which versions, in the order to show.
         notes: Remarks a reader must see before the numbers, such as "MXFP8 kernels are emulated".
@@ -132,9 +100,7 @@ def write_report(
     )
     environment.filters |= {"cell": cell_text, "signed": _signed, "p_value": _p_value}
     environment.globals["contrast"] = contrast
-    # None counts: a missing number is aligned as the numbers around it.
-    environment.tests["numeric_cell"] = lambda value: value is None or isinstance(value, int | float)
-    drawings = [_drawing(figure.figure, clean) for figure in figures]
+    drawings = [_drawing(figure, clean) for figure in (figures or {}).values()]
     page = environment.get_template("report.html.j2").render(
         title=title,
         summary=summary,
@@ -203,98 +169,7 @@ def _p_value(value: float) -> str:
     return "–" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
 
 
-SETTINGS_SHOWN = {
-    "model": "model",
-    "parameters": "parameters",
-    "gpu": "GPU",
-    "gpus": "GPUs per node",
-    "processor": "processor",
-    "nodes": "nodes",
-    "gpus_per_node": "ranks per node",
-    "dp_replicate": "DP replicas",
-    "dp_shard": "DP shards",
-    "tp": "TP",
-    "pp": "PP",
-    "cp": "CP",
-    "ep": "EP",
-    "ep_backend": "all-to-all",
-    "seq_len": "sequence length, tokens",
-    "local_batch": "local batch, sequences",
-    "global_batch": "global batch, sequences",
-    "steps": "steps",
-    "lr": "learning rate",
-    "warmup_steps": "warm-up, steps",
-    "precision": "precision",
-    "routing": "routing",
-    "activation_checkpoint": "activation checkpointing",
-    "compile": "compile",
-    "dataset": "data set",
-    "torch": "PyTorch",
-    "torchtitan": "TorchTitan",
-    "torchao": "torchao",
-}
-"""Settings in words; the page shows these also where they are the same, and all that differ."""
-VERSIONS_SHOWN = ("torch", "torchtitan", "torchao", "triton", "deep_ep", "nvidia-nccl-cu13", "driver")
-
-
-def report_figures(judged: Report) -> list[Figure]:
-    """The figures of a report with their captions."""
-    drawn = [*_loss_figures(judged), *_speed_figures(judged), *_training_figures(judged), *_traced_figures(judged)]
-    return [Figure(caption=caption, figure=figure) for caption, figure in drawn]
-
-
-def report_tables(judged: Report) -> list[Table]:
-    """The tables of a report."""
-    return list(_study_tables(judged) if isinstance(judged, StudyReport) else _side_tables(judged))
-
-
-def settings_table(judged: Report) -> Table | None:
-    """What differs between the configurations, a column for each side; None of one side alone."""
-    if not judged.others:
-        return None
-    labels = [side.label for side in judged.sides]
-    differing = differing_values(judged.sides).items()
-    rows = [[SETTINGS_SHOWN.get(name, name), *(value or "–" for value in values)] for name, values in differing]
-    return Table(
-        title="What differs between the configurations, as far as they are known",
-        label=None,
-        columns=["setting", *labels],
-        rows=rows or [["nothing known", *("–" for _ in labels)]],
-    )
-
-
-def same_settings(judged: Report) -> str:
-    """The settings that a reader looks for and that all sides share, on one line."""
-    same = shared_values(judged.sides)
-    return " · ".join(f"{words} {same[name]}" for name, words in SETTINGS_SHOWN.items() if name in same)
-
-
-def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
-    """What was run, where and with what; each line of several runs says how many have which where they are not alike.
-
-    Args:
-        judged: the report.
-        with_paths: name the folders of the machine that ran it too.
-    """
-    shown = str if with_paths else _portable  # a page goes to other people
-    # Of `.` too, which has no name of its own; a link keeps the name that was typed.
-    paths = [str(path) if with_paths else path.absolute().name for path in judged.paths]
-    same = ", ".join(f"{name} {value}" for name, value in shared_values(judged.sides).items())
-    side_by_side = isinstance(judged, Comparison)
-    return {
-        "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
-        "Command": shlex.join(["moelab", "report", *paths]),
-        **_machines(judged),
-        **({f"Configuration, {side.label}": side.settings.source for side in judged.sides} if side_by_side else {}),
-        **{f"Model, {side.label}": side.experiment.model_label for side in judged.sides if side.experiment},
-        **({"The same in all": same or "nothing known"} if side_by_side else {}),
-        **{
-            f"Command, {side.label}, seed {run.seed}": shown(run.command)
-            for side in judged.sides
-            for run in (side.runs if side_by_side else side.finished)  # side by side also of one that failed alone
-            if run.command
-        },
-    }
+# A report's figures and tables
 
 
 def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) -> Path:
@@ -305,19 +180,60 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
         path: file to write.
         with_paths: leave folders, host and user names in it.
     """
+    differing = [[name, *values] for name, values in differing_values(judged.sides).items()]
+    columns = ["setting", *(side.label for side in judged.sides)]
+    table = pd.DataFrame(differing or [["nothing known", *(None for _ in judged.sides)]], columns=columns, dtype=object)
+    title = "What differs between the configurations, as far as they are known"
+    first = judged.reference.values
+    same = {name for name in first if all(side.values.get(name) == first[name] for side in judged.sides)}
     return write_report(
         path,
         title=judged.title,
         summary=judged.summary,
-        settings=settings_table(judged),
-        same_settings=same_settings(judged),
+        settings=as_table(table, title) if judged.others else None,
+        same_settings=" · ".join(f"{name} {value}" for name, value in first.items() if name in same),
         verdicts=[*judged.verdicts, *judged.held_out],
         figures=report_figures(judged),
         tables=report_tables(judged),
-        provenance=provenance(judged, with_paths=with_paths),
+        provenance=provenance(judged),
         notes=judged.notes,
         with_paths=with_paths,
     )
+
+
+def report_figures(judged: Report) -> dict[str, go.Figure]:
+    """The figures of a report by their captions."""
+    return dict(_figures(judged))
+
+
+def _figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
+    styles = _styles(judged)
+    if len(judged.verdicts) > 1:
+        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
+    if judged.table["loss"].notna().any():
+        yield "Training loss.", loss_figure(judged)
+    for verdict in judged.verdicts:
+        caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
+        yield caption, loss_difference(judged.table, verdict, style=styles[verdict.arm], note=judged.loss_note)
+    if known := [one for one in judged.differences if one.steps]:  # without a common step there is nothing to draw
+        by_label = {side.label: styles[side.name] for side in judged.sides}
+        caption = "Loss difference from the first, at the steps that both logged."
+        yield caption, run_differences(known, by_label, note=judged.loss_note)
+    # A CPU's tokens/s would be read as a GPU's.
+    if judged.throughput and not judged.on_cpu:
+        yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
+    for side in judged.sides:
+        # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
+        run = next((run for run in side.finished if run.load is not None), None)
+        if run is not None and run.load is not None and run.experiment is not None:
+            figure = expert_load_figure(run.load, ep=run.experiment.ep, name=f"{side.label}, seed {run.seed}")
+            yield f"Load of the experts, {side.label}.", figure
+
+
+def _styles(judged: Report) -> dict[str, ArmStyle]:
+    """A look for each side, alike in all figures and in the order of the sides."""
+    looks = arm_styles(side.name for side in judged.sides)
+    return {side.name: looks[side.name] for side in judged.sides}
 
 
 def verdicts_figure(judged: Report) -> go.Figure:
@@ -329,13 +245,11 @@ def verdicts_figure(judged: Report) -> go.Figure:
     if not judged.verdicts:
         raise BadInput("there is no verdict: it takes a finished run of the reference and of another arm")
     rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
-    counts = Counter(str(verdict.answer) for verdict in judged.verdicts).most_common()
-    finding = f"Final loss: {', '.join(f'{count} of {len(rows)} arms {answer}' for answer, count in counts)}"
     # An arm that diverged with every seed has no common one, and "n = 0 seeds" would read as no run.
     seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
     reference = arm_label(judged.verdicts[0].reference)
-    words = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}."
-    return verdict_intervals(rows, finding, note=judged.loss_note, words=words)
+    title = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}"
+    return verdict_intervals(rows, title, note=judged.loss_note)
 
 
 def loss_figure(judged: Report) -> go.Figure:
@@ -344,223 +258,82 @@ def loss_figure(judged: Report) -> go.Figure:
     Raises:
         BadInput: no run logged a loss.
     """
-    shown: dict[str, Any] = {"final_fraction": judged.final_fraction, "note": judged.loss_note}
-    shown["marks"] = [mark for side in judged.sides for run in side.runs for mark in run.grad_norm_marks]
-    if isinstance(judged, StudyReport):
-        # With every seed dropped the curves of all are better than an empty figure.
-        table = judged.kept if len(judged.kept) else judged.table
-        styles = compare.side_styles([side for side in judged.sides if side.finished]) if judged.study is None else None
-        return loss_curves(table, styles=styles, **shown)
-    sides = [side for side in judged.sides if side.table["loss"].notna().any()]
-    if not sides:
+    table = judged.table[judged.table["loss"].notna()]
+    if table.empty:
         raise BadInput("none of these runs logged a loss")
-    styles = compare.side_styles(judged.sides)  # of all, so that a run looks alike in every figure
-    table = pd.concat([side.table for side in sides])
-    own = {side.name: styles[side.name] for side in sides}
-    return loss_curves(table, styles=own, **shown)
+    marks = [mark for side in judged.sides for run in side.runs for mark in run.grad_norm_marks]
+    last = judged.final_fraction
+    return loss_curves(table, final_fraction=last, styles=_styles(judged), note=judged.loss_note, marks=marks)
 
 
 def throughput_figure(judged: Report) -> go.Figure:
-    """Tokens per second: of a study its seeds with the gains that are claimed, of other runs the spread over steps.
+    """Tokens per second with the gains that are claimed.
 
     Raises:
         BadInput: no run has a speed after its warm-up.
     """
-    if isinstance(judged, StudyReport):
-        # Bars are drawn for emulated arms too, but no gain of theirs.
-        gains = [one for one in judged.gains if one.arm in {side.name for side in judged.measured_speeds}]
-        return throughput_bars(judged.kept, gains=gains, warmup_steps=WARMUP_STEPS, note=judged.speed_note)
-    sides = [side for side in judged.sides if len(side.tps)]
-    if not sides:
+    if not judged.throughput:
         raise BadInput("none of these runs logged a speed after its warm-up")
-    return compare.compared_throughput(sides, compare.side_styles(judged.sides), note=judged.speed_note)
+    note = "; ".join(judged.speed_notes)
+    return throughput_bars(judged.throughput, gains=judged.gains, styles=_styles(judged), note=note)
 
 
-def _loss_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
-    """Captions and figures of the loss: curves, and differences paired by seed or of one run against another."""
-    styles = compare.side_styles(judged.sides)
-    if len(judged.verdicts) > 1:
-        yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
-    if any(side.table["loss"].notna().any() for side in judged.sides):
-        yield "Training loss.", loss_figure(judged)
-    for verdict in judged.verdicts:
-        caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
-        yield caption, loss_difference(judged.table, verdict, style=styles[verdict.arm], note=judged.loss_note)
-    if known := [one for one in judged.differences if one.steps]:  # without a common step there is nothing to draw
-        caption = "Loss difference from the first, at the steps that both logged."
-        yield caption, compare.compared_difference(judged.sides, known, styles, note=judged.loss_note)
-
-
-def _speed_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
-    """Captions and figures of throughput and, of runs side by side, of step times."""
-    if isinstance(judged, StudyReport):
-        if judged.throughput and not judged.on_cpu:  # a CPU's tokens/s would be read as a GPU's
-            yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
-        return
-    if any(len(side.tps) for side in judged.sides):
-        yield "Throughput: its spread over steps.", throughput_figure(judged)
-    if timed := [side for side in judged.sides if len(side.step_time_s)]:
-        caption = "Step times: the share of steps that finish within a given time."
-        styles = compare.side_styles(judged.sides)
-        yield caption, compare.compared_step_time(timed, styles, note=judged.speed_note)
-
-
-def _training_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
-    """Gradient norms with learning rates, and of each side the expert load of its first run that recorded it."""
-    # A norm of NaN at every step leaves nothing to draw; the notes and the loss figure's title name the run.
-    if with_norm := [side for side in judged.sides if np.isfinite(side.table["grad_norm"]).any()]:
-        styles = compare.side_styles(judged.sides)
-        yield "Gradient norm and learning rate.", compare.gradient_norms(with_norm, styles)
-    for side in judged.sides:
-        # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
-        run = next((run for run in side.finished if run.load is not None), None)
-        if run is not None and run.load is not None and run.experiment is not None:
-            figure = expert_load_figure(run.load, ep=run.experiment.ep, name=f"{side.label}, seed {run.seed}")
-            yield f"Load of the experts, {side.label}.", figure
-
-
-def _traced_figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
-    explained, _ = judged.traced
-    if explained:
-        yield "What a traced step is made of.", step_bars(explained)
-
-
-def _study_tables(judged: StudyReport) -> Iterator[Table]:
-    """The runs that are judged, those that are not, and what of the judged ones multiplies in 8 bits."""
+def report_tables(judged: Report) -> list[TableView]:
+    """The tables of a report: every run, and the MFU of those whose model and GPU are known."""
     medians = {(arm.arm, seed): tps for arm in judged.throughput for seed, tps in arm.tps_by_seed.items()}
+    names = {side.label: side.name for side in judged.sides}
+    chips = {one.label: spread(one.facts.get("hardware", [])) or None for one in judged.sides if one.experiment is None}
     tps = f"tokens/s {judged.rank_words}"
     memory = "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB"
-    rows: list[list[Any]] = [
-        [
-            side.label,
-            _seed_name(run.seed),
-            run.status.in_words(),
-            run.last_step,
-            judged.final.seeds[side.name].losses.get(seed, math.nan) if run.finished else math.nan,
-            run.validation_loss,
-            medians.get((side.name, seed), math.nan),
-            float(run.rows["memory_gib"].max()),
-            run.environment.machine if run.environment else "unknown",
-        ]
-        for side in judged.sides
-        for run in side.attempted
-        for seed in [-1 if run.seed is None else run.seed]  # no seed is -1
-    ]
-    names = ["arm", "seed", "status", "steps", "final loss, nats", "held-out loss, nats", tps, memory, "machine"]
-    yield Table(title="Runs", columns=names, rows=rows, decimals={tps: 0, memory: 2})
     rows = []
-    for one in judged.not_judged:
-        state = str(one.collected.status.state) if one.collected else "unknown"
-        arm, run_name = arm_label(one.arm) if one.arm else None, one.run.rsplit("/", 1)[-1]
-        rows.append([arm, _seed_name(one.seed), run_name, state, one.reason])
-    names = ["arm", "seed", "run", "status", "reason"]
-    # "none" in an empty table says that nothing was left out.
-    yield Table(title="Runs that are not judged", columns=names, rows=rows or [["none", None, None, None, None]])
-    rows = []
-    for side in judged.sides:
-        # A row for each distinct record: runs of one arm that converted other modules are seen at once.
-        counts = Counter(
-            (run.converted["kernels"], ", ".join(run.converted["modules"])) if run.converted else (None, None)
-            for run in side.finished
-        )
-        rows += [[side.label, count, *words] for words, count in counts.items()]
-    yield Table(title="Modules that multiply in 8 bits", columns=["arm", "runs", "kernels", "modules"], rows=rows)
-
-
-def _seed_name(seed: int | None) -> str | None:
-    """A seed is a name: 2026, and not the quantity 2,026."""
-    return None if seed is None else str(seed)
-
-
-def _side_tables(judged: Report) -> Iterator[Table]:
-    """The runs, their step times and their MFU."""
-    sides = judged.sides
-    columns = {  # and the digits after the point
-        "run": 0,
-        "seeds": 0,
-        "how it ended": 0,
-        "steps": 0,
-        "final loss, nats": 4,
-        "held-out loss, nats": 4,
-        "tokens/s per GPU": 0,
-        "its quartiles": 0,
-        "× the first": 3,
-        "memory per GPU, GiB": 2,
-        "of the GPU, %": 1,
-    }
-    rows: list[list[Any]] = []
-    for side in sides:
-        low, high = quartiles(side.tps)
+    for label, one in judged.attempts:
+        run = one.collected
         rows.append(
-            [
-                side.label,
-                len(side.runs) if side.experiment else None,
-                side.state,
-                side.last_step,
-                side.final_nats(judged.final_fraction),
-                side.held_out_nats,
-                median(side.tps),
-                f"{low:,.0f} to {high:,.0f}" if math.isfinite(low) else None,
-                math.nan if side.label in judged.no_gain else median(side.tps) / median(judged.reference.tps),
-                side.memory_gib,
-                side.memory_percent,
-            ]
+            {
+                "arm": label,
+                "seed": None if one.seed is None else str(one.seed),  # a name: 2026, and not the quantity 2,026
+                "status": "unknown" if run is None else str(run.status.state) if one.reason else run.status.in_words(),
+                "steps": run.last_step if run else None,
+                "final loss, nats": final_loss(run, judged.final_fraction) if run else None,
+                "held-out loss, nats": run.validation_loss if run else None,
+                tps: None if one.reason else medians.get((names.get(label, ""), one.seed or 0)),
+                memory: float(run.rows["memory_gib"].max()) if run else None,
+                "machine": run.environment.machine if run and run.environment else chips.get(label),
+                "not judged, as": one.reason or None,
+            }
         )
-    yield Table(title="Runs", columns=list(columns), rows=rows, decimals=columns)
-    names: tuple[str, ...] = ("run", "n", "median", "95 %", "99 %", "longest")
-    rows = []
-    for side in sides:
-        # Upper percentiles and the longest: one slow step in a hundred is what a median hides.
-        times = np.percentile(side.step_time_s, [50, 95, 99, 100]).tolist() if len(side.step_time_s) else [None] * 4
-        rows.append([side.label, len(side.step_time_s) or None, *times])
-    yield Table(title="Seconds a step", columns=names, rows=rows, decimals=dict.fromkeys(names, 3))
-    names = ("run", "as the log says", "TorchTitan's count", "causal count")
-    yield Table(
-        title="MFU, % of the GPU's BF16 peak; the counts differ in attention alone",
-        label="derived",
-        columns=names,
-        rows=[
-            [side.label, side.mfu_logged_percent, side.mfu_percent(causal=False), side.mfu_percent(causal=True)]
-            for side in sides
-        ],
-        decimals=dict.fromkeys(names, 2),
-    )
+    decimals = dict.fromkeys(("final loss, nats", "held-out loss, nats"), 4) | {tps: 0, memory: 2}
+    # As objects: beside a missing value pandas would make floats of whole numbers.
+    tables = [TableView(frame=pd.DataFrame(rows, dtype=object), summary="Runs", decimals=decimals, label="measured")]
+    mfu = []
+    for side in judged.sides:
+        speeds = [one.tps for one in judged.throughput if one.arm == side.name]
+        counts = [side.mfu_percent(tps, causal=causal) for tps in speeds for causal in (False, True)]
+        if counts and math.isfinite(counts[0]):
+            logged = throughput_rows(side.timed, warmup_steps=0)["mfu"].median()
+            mfu.append([side.label, logged, *counts])
+    if mfu and not judged.on_cpu:
+        columns = ["run", "as the log says", "TorchTitan's count", "causal count"]
+        title = "MFU, % of the GPU's BF16 peak; the counts differ in attention alone"
+        frame = pd.DataFrame(mfu, columns=columns)
+        tables.append(TableView(frame=frame, summary=title, decimals=dict.fromkeys(columns, 2), label="derived"))
+    return tables
 
 
-def _machines(judged: Report) -> dict[str, str]:
-    """Software and hardware of our runs; nothing where none is ours."""
-    runs = [run for side in judged.sides for run in side.finished]
-
-    def of_runs(value: Callable[[RunEnvironment], str]) -> str:
-        return spread((value(run.environment) or "none") if run.environment else "unknown" for run in runs)
-
-    if not runs:
-        return {}
-    versions = {name: of_runs(lambda one: one.versions.get(name, "")) for name in VERSIONS_SHOWN}  # noqa: B023 - asked now
-    installed = [f"{name} {version}" for name, version in versions.items() if version != "none"]
+def provenance(judged: Report) -> dict[str, str]:
+    """What was run, where and with what; each line says how many runs have which where they are not alike."""
+    # Of `.` too, which has no name of its own; a link keeps the name that was typed.
+    command = shlex.join(["moelab", "report", *(path.absolute().name for path in judged.paths)])
+    facts = {}
+    for name in ("machine", "moelab", "git_commit", "python", *SPEED_PACKAGES, "driver"):
+        known = [value for side in judged.sides for value in side.facts.get(name, [])]
+        runs = sum(len(side.runs) for side in judged.sides)
+        facts[name] = spread([*known, *["unknown"] * (runs - len(known))]) if known else ""
     return {
-        "moelab": of_runs(lambda one: one.moelab + (f", commit {one.git_commit}" if one.git_commit else "")),
-        "Software": "; ".join([f"Python {of_runs(lambda one: one.python)}", *installed]),
-        "Hardware": of_runs(lambda one: one.machine),
-        "Memory": of_runs(lambda one: f"{one.memory_gib} GiB"),
-        "System": of_runs(lambda one: one.platform),
+        "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
+        "Command": command,
+        **{name: words for name, words in facts.items() if words not in ("", "not installed")},
+        **{f"Configuration, {one.label}": one.settings.source for one in judged.sides if one.experiment is None},
+        **{f"Model, {one.label}": one.experiment.model_label for one in judged.sides if one.experiment},
+        **{f"Command, {one.name_of(run)}": run.command for one in judged.sides for run in one.runs if run.command},
     }
-
-
-def _portable(command: str) -> str:
-    """A launch command without the folders of the machine that ran it."""
-    # Words, not a pattern over the text: a folder's name may hold spaces, which the command quotes.
-    return " ".join(_without_folder(word) for word in shlex.split(command))
-
-
-def _without_folder(word: str) -> str:
-    before, slash, rest = word.partition("/")
-    if not slash:
-        return word
-    parts = rest.split("/")
-    if parts[-1].startswith("python"):  # the interpreter of a virtual environment, whatever its folder
-        return f"{before}{parts[-1]}"
-    if "runs" not in parts:
-        return f"{before}…/{parts[-1]}"
-    last = len(parts) - 1 - parts[::-1].index("runs")  # the innermost: people keep runs in folders of that name
-    return f"{before}{'/'.join(parts[last:])}"

@@ -1,45 +1,41 @@
-"""Figures of a study, and of sides as its arms: loss and its difference; throughput; the load of experts.
+"""Figures of a study, and of runs side by side: loss and its difference, throughput, gradient norms, expert load.
 
 In the difference each seed is averaged over a trailing window as long as the one behind the verdict's final loss: the
 last point of the curve, with its interval, is the verdict itself, and the figure shows how it came about.
+
+``styles`` are looks by arm, in the order of the legend; None gives the arms of a study theirs. A ``note`` is a
+condition to state in the title, such as "emulated kernels".
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+from scipy import stats
 
 from moelab.errors import BadInput
-from moelab.judge.arms import contrast
-from moelab.judge.convergence import first_final_step
-from moelab.judge.curves import (
-    arm_curves,
-    averaged_seeds,
-    drawn_seeds,
-    mean_and_interval,
-    mean_curve,
-    paired_difference,
-    smoothing_window,
-    thinning,
-)
-from moelab.judge.published import GAINS, SOURCE, THROUGHPUT_SETUP, published_tps
-from moelab.judge.throughput import Gain, arm_throughput
-from moelab.judge.verdict import Answer, ArmSeeds, Verdict, judge
+from moelab.judge.arms import contrast, require_names, require_one_run_a_seed
+from moelab.judge.report import Difference
+from moelab.judge.throughput import GAINS, SOURCE, THROUGHPUT_SETUP, ArmThroughput, Gain, published_tps
+from moelab.judge.verdict import Answer, ArmSeeds, Verdict, first_final_step, judge
 from moelab.runs.expert_load import ExpertLoad
+from moelab.runs.table import merge_segments
 from moelab.viz.draw import (
     draw_band,
     draw_marks,
     draw_mean,
     draw_seeds,
+    drawn_seeds,
     interval_marks,
     legend_below,
     list_rows,
     nothing_to_draw,
     over_steps,
     panels,
+    thinning,
     write_beside,
 )
 from moelab.viz.theme import (
@@ -61,6 +57,37 @@ GREEN = "rgba(0,158,115,{})"
 """The colour of an equivalent verdict, and of the band where one lies, with an opacity."""
 
 
+def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
+    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value; segments are merged here.
+
+    Raises:
+        BadInput: if the table has unnamed runs, or two of a seed.
+    """
+    require_names(table)
+    rows = table[table["arm"] == arm]
+    require_one_run_a_seed(rows)
+    return merge_segments(rows).pivot(index="step", columns="seed", values=column).sort_index()
+
+
+def paired_difference(table: pd.DataFrame, verdict: Verdict) -> pd.DataFrame:
+    """Loss of a verdict's arm minus the reference's, of each judged seed, over a trailing window.
+
+    The window is that of the final losses, so the last row is what was judged.
+    """
+    assert verdict.steps is not None  # None is of a held-out loss, which has no curve
+    (first, last), seeds = verdict.steps, list(verdict.seeds)
+    # Runs side by side may log other steps; a window counts those that all have.
+    difference = (seed_curves(table, verdict.arm)[seeds] - seed_curves(table, verdict.reference)[seeds]).dropna()
+    return difference.loc[:last].rolling(len(difference.loc[first:last])).mean().dropna(how="all")
+
+
+def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
+    """Mean over seeds at each step with its t interval, as columns ``mean``, ``low``, ``high`` (NaN for one seed)."""
+    mean, n = curves.mean(axis=1), curves.shape[1]
+    reach = stats.t.ppf(0.5 + level / 2.0, max(1, n - 1)) * curves.std(axis=1, ddof=1) / n**0.5
+    return pd.DataFrame({"mean": mean, "low": mean - reach, "high": mean + reach})
+
+
 def loss_curves(
     table: pd.DataFrame,
     *,
@@ -79,16 +106,17 @@ def loss_curves(
         table: Metrics table.
         finding: Title, where there is one.
         final_fraction: The last part, of all steps.
-        styles: Looks by arm, in the order of the legend; None gives the arms of a study theirs.
-        note: Condition to state in the title, such as "emulated kernels".
+        styles: Looks by arm.
+        note: Condition.
         marks: Steps, with their loss, whose gradient norm was not finite.
 
     Raises:
         BadInput: The table has no loss.
     """
-    curves = arm_curves(table, "loss")
-    windows = {name: smoothing_window(arm) for name, arm in curves.items()}
-    averaged = {name: averaged_seeds(arm) for name, arm in curves.items()}
+    curves = {str(arm): seed_curves(table, str(arm)) for arm in sorted(table["arm"].unique())}
+    # One hundredth of the logged steps: nothing in a short run, and in a long one less than the eye averages over.
+    windows = {name: max(1, round(len(arm) / 100)) for name, arm in curves.items()}
+    averaged = {name: _averaged_seeds(arm) for name, arm in curves.items()}
     first_of_last = first_final_step(max(int(arm.index.max()) for arm in curves.values()), final_fraction)
     # A line of one point is none.
     has_last = all(len(arm.dropna(how="all").loc[first_of_last:]) > 1 for arm in averaged.values())
@@ -101,8 +129,7 @@ def loss_curves(
         width=WIDE,
         widths=(0.6, 0.4) if has_last else None,
     )
-    # Order of the legend: that of the given styles, which need not be the table's.
-    styles = styles or arm_styles(curves)
+    styles = {name: style for name, style in (styles or arm_styles(curves)).items() if name in curves}
     for column, first in enumerate((0, first_of_last) if has_last else (0,), start=1):
         axes = {"xaxis": f"x{column}", "yaxis": f"y{column}"}
         for name, style in styles.items():  # seeds are fainter behind a smoothed mean
@@ -111,17 +138,24 @@ def loss_curves(
                 opacity = 0.35 if windows[name] == 1 else 0.2
                 draw_seeds(figure, curves[name].loc[first:], style, opacity=opacity, **axes)
         for name, style in styles.items():
-            mean = mean_curve(averaged[name], windows[name])
+            # The first steps are means over what there is.
+            mean = averaged[name].rolling(windows[name], min_periods=1).mean().mean(axis=1)
             draw_mean(figure, mean.loc[first:], style, **axes, showlegend=column == 1)
     draw_marks(figure, marks)
     figure.update_xaxes(title_text="step").update_yaxes(title_text="loss (nats per token)", col=1)
     return legend_below(figure.update_layout(hovermode="x unified", showlegend=True))
 
 
+def _averaged_seeds(curves: pd.DataFrame) -> pd.DataFrame:
+    """Seeds that reach the last step; where none does, all seeds at the steps that all logged."""
+    done = curves.loc[:, curves.notna().iloc[-1]]  # a mean that loses a seed on the way would jump
+    return curves.dropna() if done.empty else done
+
+
 def _loss_reading(curves: Mapping[str, pd.DataFrame], averaged: Mapping[str, pd.DataFrame], window: int) -> str:
     n, each = max(arm.shape[1] for arm in curves.values()), " each" if len(curves) > 1 else ""
     smoothing = f"smoothed over {window} logged steps" if window > 1 else ""
-    drawn = thinning_words(max(len(arm) for arm in curves.values()))
+    drawn = _thinning_words(max(len(arm) for arm in curves.values()))
     if n == 1:
         return f"One run{each}.{f' Thin: as logged; bold: {smoothing}.' * bool(smoothing)}{drawn}"
     seeds = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
@@ -129,7 +163,7 @@ def _loss_reading(curves: Mapping[str, pd.DataFrame], averaged: Mapping[str, pd.
     return f"Thin: {seeds}; bold: {mean}; n = {span(arm.shape[1] for arm in averaged.values())} seeds{each}.{drawn}"
 
 
-def thinning_words(rows: int) -> str:
+def _thinning_words(rows: int) -> str:
     """What a subtitle says of curves whose longest has so many logged steps; empty where all are drawn."""
     every = thinning(rows)
     return f" Of the longest curve, one logged step in {every} is drawn." if every > 1 else ""
@@ -206,15 +240,31 @@ def loss_difference(
     return legend_below(over_steps(figure, "loss difference (nats per token)", tickformat=".6~f", range=[-high, high]))
 
 
-def verdict_intervals(verdicts: Mapping[str, Verdict], title: str, *, note: str = "", words: str = "") -> go.Figure:
-    """Every verdict's difference with its interval on the band of its margin, a row each, by what the row is called.
+def run_differences(differences: Sequence[Difference], styles: Mapping[str, ArmStyle], *, note: str = "") -> go.Figure:
+    """Loss of single runs minus that of the first, at the steps that both logged; styles are by label."""
+    figure = new_figure(
+        f"Loss minus that of {differences[0].reference}",
+        subtitle="Thin: each step; bold: trailing mean over as many steps as the final difference. How a difference "
+        "scatters from step to step is no interval over seeds."
+        + _thinning_words(max(len(one.steps) for one in differences)),
+        note=note,
+        height=480,
+    )
+    figure.add_hline(y=0.0, line={"color": INK, "width": 1})
+    for one in differences:
+        window = max(1, len(one.curve.loc[one.first_step :]))  # so the curve ends at the difference itself
+        draw_seeds(figure, one.curve.to_frame(), styles[one.label], opacity=0.4)
+        draw_mean(figure, one.curve.rolling(window).mean(), styles[one.label], hovertemplate="%{y:+.4f}")
+    first = wrap(f"loss − loss of {differences[0].reference}", 40)
+    over_steps(figure, f"{first}<br>(nats per token)", tickformat=".6~f")
+    return figure.update_layout(showlegend=True)
 
-    ``words`` say in the subtitle what is judged.
-    """
+
+def verdict_intervals(verdicts: Mapping[str, Verdict], title: str, *, note: str = "") -> go.Figure:
+    """Every verdict's difference with its interval on the band of its margin, a row each, by what the row is called."""
     figure = new_figure(
         title,
-        subtitle=f"{words}{' ' * bool(words)}Dots: mean difference from the reference; bars: its t interval over "
-        "seeds; band: equivalence margin.",
+        subtitle="Dots: mean difference from the reference; bars: its t interval over seeds; band: equivalence margin.",
         note=note,
         height=150 + 52 * len(verdicts),
         width=WIDE,
@@ -270,24 +320,24 @@ TWO_BY_TWO = ("bf16_standard", "bf16_deepep", "mxfp8_standard", "mxfp8_deepep")
 
 
 def throughput_bars(
-    table: pd.DataFrame, *, gains: Sequence[Gain] = (), warmup_steps: int = 3, note: str = ""
+    arms: Sequence[ArmThroughput],
+    *,
+    gains: Sequence[Gain] = (),
+    styles: Mapping[str, ArmStyle] | None = None,
+    note: str = "",
 ) -> go.Figure:
-    """Tokens per second per GPU of every arm with its seeds, and beside the bars their gains over a baseline.
-
-    Raises:
-        BadInput: No step with a throughput is left after the warm-up.
-    """
-    measured = {arm.arm: arm for arm in arm_throughput(table, warmup_steps=warmup_steps)}
-    arms = [measured[name] for name in in_order(measured)]
+    """Tokens per second per GPU of every arm with its seeds, and beside the bars their gains over a baseline."""
+    measured = {arm.arm: arm for arm in arms}
+    arms = [measured[name] for name in styles or in_order(measured) if name in measured]
     by_arm = {one.arm: one for one in gains if one.arm in measured}
     counts = [arm.n_seeds for arm in arms]
     reading = (
-        f"Geometric mean over seeds of each run's median after {warmup_steps} warm-up steps; points: seeds; "
-        f"n = {span(counts)} seeds per arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the "
-        "axis; gains are paired by seed."
+        f"Geometric mean over seeds of each run's median after its warm-up; points: seeds; n = {span(counts)} seeds "
+        f"per arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by "
+        "seed."
     )
     if max(counts) == 1:
-        reading = f"Median over steps after {warmup_steps} warm-up steps; one seed per arm, so no interval."
+        reading = "Median over the steps after the warm-up; one run each, so no interval."
     texts = []
     for arm in arms:
         texts.append(f"<b>{arm.tps:,.0f}</b>")
@@ -298,8 +348,8 @@ def throughput_bars(
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
     most = max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
     ends = [min(2 * most, max(arm.interval.high if arm.interval.exists else 0.0, arm.tps)) for arm in arms]
-    title, tps = _gain_title(by_arm.values()) or "Throughput by arm", {arm.arm: arm.tps for arm in arms}
-    figure = _arm_rows(title, tps, texts, ends, subtitle=reading, note=note)
+    tps = {arm.arm: arm.tps for arm in arms}
+    figure = _arm_rows("Throughput by arm", tps, texts, ends, styles=styles, subtitle=reading, note=note)
     judged = {place: arm for place, arm in enumerate(arms) if arm.interval.exists}
     intervals = [(arm.interval.low, arm.tps, arm.interval.high) for arm in judged.values()]
     figure.add_trace(interval_marks(list(judged), intervals, color=INK, marker_color=INK, hoverinfo="skip"))
@@ -345,10 +395,12 @@ def _arm_rows(
     *,
     subtitle: str,
     note: str,
+    styles: Mapping[str, ArmStyle] | None = None,
     width: int = NORMAL,
 ) -> go.Figure:
     """Throughput of arms as bars of their colours at places 0, 1, 2 …, with texts beside them or beside other ends."""
-    styles = [arm_styles(tps)[arm] for arm in tps]
+    looks = styles or arm_styles(tps)
+    drawn = [looks[arm] for arm in tps]
     figure = new_figure(title, subtitle=subtitle, note=note, height=130 + 64 * len(tps), width=width)
     figure.add_bar(
         x=list(tps.values()),
@@ -356,8 +408,8 @@ def _arm_rows(
         width=0.56,
         orientation="h",
         marker={
-            "color": [style.fill(0.35) for style in styles],
-            "line": {"color": [style.color for style in styles], "width": 2},
+            "color": [style.fill(0.35) for style in drawn],
+            "line": {"color": [style.color for style in drawn], "width": 2},
         },
         hovertemplate="%{x:,.0f} tokens/s<extra></extra>",
     )
@@ -365,20 +417,7 @@ def _arm_rows(
     for place, (end, text) in enumerate(zip(ends, texts, strict=True)):
         write_beside(figure, end, place, text, px=10)
     figure.update_xaxes(range=[0, 1.65 * max(ends)], tickformat=",").update_annotations(align="left")
-    return list_rows(figure, "tokens/s per GPU", names=[style.label for style in styles], showlegend=False)
-
-
-def _gain_title(gains: Iterable[Gain]) -> str:
-    """The largest gain that was measured, if any was, and whether its interval shows one."""
-    best = max(gains, key=lambda one: one.ratio, default=None)
-    if best is None:
-        return ""
-    arm, baseline, shared = contrast(best.arm, best.baseline)
-    both = f" (both {shared})" if shared else ""
-    if best.interval.exists and not best.resolved:
-        return f"{arm} is {best.percent:+.1f} % from {baseline}{both}, within its interval: no difference is shown"
-    direction = "faster" if best.ratio > 1.0 else "slower"
-    return f"{arm} trains {abs(best.percent):.1f} % {direction} than {baseline}{both}"
+    return list_rows(figure, "tokens/s per GPU", names=[style.label for style in drawn], showlegend=False)
 
 
 # The load of experts

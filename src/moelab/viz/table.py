@@ -32,40 +32,49 @@ return x==='–'||y==='–'?(x==='–')-(y==='–'):(up?1:-1)*(isNaN(m)||isNaN(n
 
 @dataclass(frozen=True, kw_only=True)
 class TableView:
-    """What :func:`as_table` returns; a notebook shows it as HTML, a terminal as text."""
+    """What :func:`as_table` returns; a notebook shows it as HTML, a terminal as text, a report in its page."""
 
     frame: pd.DataFrame
     summary: str
     decimals: Mapping[str, int]
+    label: str = ""  # how its numbers are known: measured, derived or quoted; empty of settings
 
     def __repr__(self) -> str:
         """The table as text."""
-        text: str = pd.DataFrame(dict(zip(self._names, self._columns, strict=True))).to_string(index=False)
+        text: str = pd.DataFrame(dict(zip(self.columns, self._cells, strict=True))).to_string(index=False)
         return f"{shown(self.summary)}\n{text}" if self.summary else text
 
     @property
-    def _columns(self) -> list[list[str]]:
+    def columns(self) -> list[str]:
+        """The headings."""
+        return [shown(str(name)) for name in self.frame.columns]
+
+    @property
+    def _cells(self) -> list[list[str]]:
         return [_words(column, self.decimals.get(str(name))) for name, column in self.frame.items()]
 
     @property
-    def _names(self) -> list[str]:
-        return [shown(str(name)) for name in self.frame.columns]
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells in words, row by row."""
+        return [*zip(*self._cells, strict=True)]
+
+    @property
+    def is_number(self) -> list[bool]:
+        """Whether each column is one of numbers, a missing one among them."""
+        columns = (column for _, column in self.frame.items())
+        return [all(value is None or isinstance(value, numbers.Real) for value in column) for column in columns]
 
     def _repr_html_(self) -> str:
-        is_number = [
-            all(value is None or isinstance(value, numbers.Real) for value in column)
-            for _, column in self.frame.items()
-        ]
-        aligned = [f"text-align:{'right' if one else 'left'}" for one in is_number]
+        aligned = [f"text-align:{'right' if one else 'left'}" for one in self.is_number]
         head = "".join(
             f"<th style='{style};cursor:pointer' title='sort'>{html.escape(name)}</th>"
-            for name, style in zip(self._names, aligned, strict=True)
+            for name, style in zip(self.columns, aligned, strict=True)
         )
         body = "".join(
             "<tr>"
             + "".join(f"<td style='{style}'>{html.escape(cell)}</td>" for cell, style in zip(row, aligned, strict=True))
             + "</tr>"
-            for row in zip(*self._columns, strict=True)
+            for row in self.rows
         )
         table = f"<table class='dataframe' onclick='{html.escape(SORT)}'><thead><tr>{head}</tr></thead>"
         table += f"<tbody>{body}</tbody></table>"
