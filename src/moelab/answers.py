@@ -55,6 +55,8 @@ class _OnFirstUse:
 
 
 pages: Any = _OnFirstUse("moelab.viz.report")
+planning: Any = _OnFirstUse("moelab.planning.plan")
+projecting: Any = _OnFirstUse("moelab.planning.project")
 viz: Any = _OnFirstUse("moelab.viz")
 if not TYPE_CHECKING:
     pd = _OnFirstUse("pandas")
@@ -100,7 +102,6 @@ class Answer:
 
     def _view(self) -> Iterator[str | TableView]:
         """What a notebook shows above the text, which it folds."""
-        yield self._text().partition("\n")[0]
         yield _table(self.frame())
 
     def check(self) -> Self:
@@ -117,7 +118,8 @@ class Answer:
         """What the command prints."""
         return without_secrets(self._text())
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     def to_json(self) -> Json:
         """What the command prints with ``--json``."""
@@ -130,20 +132,14 @@ class Answer:
         print(json.dumps(self.to_json(), indent=1, allow_nan=False), file=stream)
 
     def _repr_html_(self) -> str:
-        text = str(self)
+        text, parts = str(self), (one for one in (*self.asides, *self._view()) if one)
+        shown = [
+            f"<p>{html.escape(without_secrets(one))}</p>" if isinstance(one, str) else one._repr_html_()
+            for one in parts
+        ]
         # Of what failed the reader needs every word.
-        last = (
-            f"<pre>{html.escape(text)}</pre>"
-            if self.exit_code
-            else viz.Folded(summary="In full", text=text)._repr_html_()
-        )
-        parts = [one for one in (*self.asides, *self._view()) if one]
-        shown = [_paragraph(one) if isinstance(one, str) else one._repr_html_() for one in parts]
-        return f"<div class='moelab'>{''.join(shown)}{last}</div>"
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{html.escape(without_secrets(text))}</p>"
+        folded = "" if self.exit_code else viz.Folded(summary="In full", text=text)._repr_html_()
+        return f"<div class='moelab'>{''.join(shown)}{folded or f'<pre>{html.escape(text)}</pre>'}</div>"
 
 
 def _table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame, summary: str = "") -> TableView:
@@ -225,27 +221,24 @@ class Planned(Answer):
         return one, one.verdict.layout
 
     def _text(self) -> str:
-        from moelab.planning.plan import model_text, plan_text, study_text, titan_text, verified_text
-
         if len(self.plans) > 1:
-            return study_text(self.plans)
-        texts = [plan_text(self.plans[0])]
-        texts += [model_text(self.model)] if self.model else []
-        texts += [titan_text(self.config)] if self.config else []
-        texts += [verified_text(self.verified)] if self.verified else []
+            return str(planning.study_text(self.plans))
+        texts = [planning.plan_text(self.plans[0])]
+        texts += [planning.model_text(self.model)] if self.model else []
+        texts += [planning.titan_text(self.config)] if self.config else []
+        texts += [planning.verified_text(self.verified)] if self.verified else []
         return "\n\n".join(texts)
 
     def _json(self) -> Json:
         if len(self.plans) > 1:
             return {"plans": [{"arm": one.experiment.arm, **one.to_json()} for one in self.plans]}
-        content = self.plans[0].to_json()
-        content |= {"from_hf": self.model.to_json()} if self.model else {}
-        content |= {"titan_config": dict(self.config)} if self.config else {}
-        return content | ({"verify": dict(self.verified)} if self.verified else {})
+        more = {"from_hf": self.model.to_json() if self.model else None, "titan_config": self.config}
+        more["verify"] = self.verified
+        return self.plans[0].to_json() | {name: dict(one) for name, one in more.items() if one}
 
     def frame(self) -> pd.DataFrame:
         """A row for each arm: whether it is legal and fits, its memory in GiB, its layout."""
-        of_plan = ("legal", "fits", "memory_gib", "total_gib", "capacity_gib")
+        of_plan = ("legal", "fits", "total_gib", "capacity_gib")
         of_layout = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "global_batch", "tokens_per_step")
         rows = []
         for one in self.plans:
@@ -256,7 +249,7 @@ class Planned(Answer):
 
     def _view(self) -> Iterator[str | TableView]:
         yield self._text().partition("\n")[0] if len(self.plans) == 1 else f"{len(self.plans)} arms"
-        yield _table(self.frame().drop(columns="memory_gib"))
+        yield from super()._view()
 
     def memory_figure(self, arm: str | None = None) -> go.Figure:
         """Memory of each pipeline rank of an arm, by part, against what the GPU has.
@@ -271,7 +264,6 @@ class Planned(Answer):
         from moelab.hardware import gpu_of
 
         one, layout = self._legal(arm)
-        assert one.memory is not None
         return viz.memory_bars(one.memory, layout, gpu_of(one.experiment.hardware))
 
     def mesh_figure(self, rank: int = 0, *, arm: str | None = None) -> go.Figure:
@@ -299,8 +291,11 @@ class Projected(Answer):
     @property
     def _projected(self) -> Mapping[str, Projection]:
         if not self.arms:
-            raise Refused("\n".join(f"{arm} is not projected: {why}" for arm, why in self.refused.items()))
+            raise Refused("\n".join(self._refusals()))
         return self.arms
+
+    def _refusals(self) -> list[str]:
+        return [f"{arm} is not projected: {why}" for arm, why in self.refused.items()]
 
     @property
     def _first(self) -> Projection:
@@ -323,16 +318,13 @@ class Projected(Answer):
 
     def gain(self, arm: str | None = None) -> Estimate:
         """Speed of an arm over the first one's, a ratio with its interval; of the last arm if none is named."""
-        from moelab.planning.project import gain_over
-
-        return gain_over(_of_arm(self._projected, arm or list(self.arms)[-1]), self._first)
+        gain: Estimate = projecting.gain_over(_of_arm(self._projected, arm or list(self.arms)[-1]), self._first)
+        return gain
 
     def _text(self) -> str:
-        from moelab.planning.project import arms_text, projection_text
-
         alone = len(self.arms) == 1 and not self.refused
-        text = projection_text(self._first) if alone else arms_text(self.arms, self.refused)
-        return f"{text}\nother layouts: moelab plan {self.name} --search" if self.arms else text
+        text = projecting.projection_text(self._first) if alone else projecting.arms_text(self.arms, self.refused)
+        return f"{text}\nother layouts: moelab plan {self.name} --search" if self.arms else str(text)
 
     def _json(self) -> Json:
         each = {arm: one.to_json() for arm, one in self.arms.items()}
@@ -357,11 +349,9 @@ class Projected(Answer):
         )
 
     def _view(self) -> Iterator[str | TableView]:
-        from moelab.planning.project import remarks
-
-        yield _table(self.frame())
-        yield from dict.fromkeys(words for one in self.arms.values() for words in remarks(one))
-        yield from (f"{arm} is not projected: {why}" for arm, why in self.refused.items())
+        yield from super()._view()
+        yield from dict.fromkeys(words for one in self.arms.values() for words in projecting.remarks(one))
+        yield from self._refusals()
 
     def _words(self) -> str:
         first = self._first
@@ -385,10 +375,8 @@ class Projected(Answer):
 
     def cost_table(self, *, tokens: float, price_per_gpu_hour: float, watts_per_gpu: float) -> TableView:
         """Speed and gain of each arm, and what a training on so many tokens takes without restarts and failures."""
-        from moelab.planning.project import cost
-
         spent = {"price_per_gpu_hour": price_per_gpu_hour, "watts_per_gpu": watts_per_gpu}
-        costs = {arm: cost(one, tokens=tokens, **spent) for arm, one in self.arms.items()}
+        costs = {arm: projecting.cost(one, tokens=tokens, **spent) for arm, one in self.arms.items()}
         words = f"{self._words()[:-1]}; {tokens / 1e12:g} T tokens at {price_per_gpu_hour:g} USD for a GPU-hour and "
         words += f"{watts_per_gpu:,.0f} W for a GPU, without restarts and failures (derived)"
         gains = {arm: self.gain(arm) for arm in list(self.arms)[1:]}
@@ -435,8 +423,7 @@ class Found(Answer):
     def frame(self) -> pd.DataFrame:
         """A row for each layout, the best first: its fields, and its speed where that is predicted."""
         content = self._json()
-        rows = [{**one.pop("set"), **one} for one in (content["candidates"] or content["nearest"])]
-        return pd.DataFrame(rows)
+        return pd.DataFrame({**one.pop("set"), **one} for one in (content["candidates"] or content["nearest"]))
 
     def _view(self) -> Iterator[str | TableView]:
         from moelab.planning.advice import answer_lines
@@ -497,15 +484,13 @@ class Explained(Answer):
         """A row for each part of the span: milliseconds, share, and what was predicted of it."""
         rows = []
         for name, one in self.steps.items():
-            compared = self.compared.get(name)
-            predicted = {row.part: row.predicted_ms for row in compared.rows} if compared else {}
+            predicted = {row.part: row.predicted_ms for row in self.compared[name].rows} if self.compared else {}
             rows += [
                 {"step": name, "part": part, "ms": ms, "share": ms / one.span_ms, "predicted_ms": predicted.get(part)}
                 for part, ms in sorted(one.parts_ms.items(), key=lambda item: -item[1])
             ]
-        frame = pd.DataFrame(rows)
         unused = {"step": len(self.steps) == 1, "predicted_ms": not self.compared}
-        return frame.drop(columns=[name for name, drop in unused.items() if drop])
+        return pd.DataFrame(rows).drop(columns=[name for name, drop in unused.items() if drop])
 
     def _view(self) -> Iterator[str | TableView]:
         yield _table(viz.answer_table(self.steps), "what to look at first" + ", replayed" * self.replayed)
@@ -536,10 +521,10 @@ class Explained(Answer):
 
     def idle_table(self) -> TableView:
         """The longest idle times of each step by their cause and by what the host did, without barriers of tracing."""
-        gaps = [(name, gap) for name, step in self.steps.items() for gap in step.gaps[:5]]
         rows = [
             {"step": name, "cause": gap.cause, "the host": gap.where, "gaps": gap.count, "idle (ms)": gap.idle_ms}
-            for name, gap in gaps
+            for name, step in self.steps.items()
+            for gap in step.gaps[:5]
         ]
         return _table(pd.DataFrame(rows).round(1), "why the GPU is idle, the longest first")
 
@@ -561,13 +546,9 @@ class Explained(Answer):
         Raises:
             BadInput: if there is no prediction.
         """
-        return viz.beside_predicted(next(iter(self._predicted.values())), replayed=self.replayed)
-
-    @property
-    def _predicted(self) -> Mapping[str, Comparison]:
         if not self.compared:
             raise BadInput(f"no prediction of this step: {self.not_compared or 'name what ran with against'}")
-        return self.compared
+        return viz.beside_predicted(next(iter(self.compared.values())), replayed=self.replayed)
 
 
 # run, submit, status, collect
@@ -585,9 +566,7 @@ class States(Answer):
     @property
     def going(self) -> bool:
         """Whether a run waits or trains."""
-        from moelab.runs.status import State
-
-        return any(status.state in (State.SUBMITTED, State.RUNNING) for _, status in self.states)
+        return any(status.state.value in ("submitted", "running") for _, status in self.states)
 
     @property
     def traced(self) -> tuple[Path, ...]:
@@ -606,22 +585,19 @@ class States(Answer):
         return "\n".join(lines) or f"no runs at {self.path}"
 
     def _json(self) -> Json:
-        return {"runs": _rows(self.states), **(self.found.to_json() if self.found else {})}
+        rows = [
+            {"run": run.name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
+            for run, status in self.states
+        ]
+        return {"runs": rows, **(self.found.to_json() if self.found else {})}
 
     def frame(self) -> pd.DataFrame:
         """A row for each run: its name, state, reason and job."""
-        return pd.DataFrame(_rows(self.states), columns=["run", "status", "reason", "job_id"], dtype=object)
+        return pd.DataFrame(self._json()["runs"], columns=["run", "status", "reason", "job_id"], dtype=object)
 
     def _view(self) -> Iterator[str | TableView]:
         yield _table(self.frame()) if self.states else f"no runs at {self.path}"
         yield from self._lines()
-
-
-def _rows(states: Iterable[tuple[RunDir, Status]]) -> list[dict[str, str | None]]:
-    return [
-        {"run": run.name, "status": status.state.value, "reason": status.reason, "job_id": status.job_id}
-        for run, status in states
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -687,8 +663,6 @@ class Submitted(Answer):
         """What the command prints; a script is run as it stands, and a profile with a key in it is refused."""
         return self.script if self.dry_run else super().__str__()
 
-    __repr__ = __str__
-
     def to_json(self) -> Json:
         """What the command prints with ``--json``."""
         return self._json() if self.dry_run else super().to_json()
@@ -716,16 +690,7 @@ class Collection(Answer):
         return "\n".join([*(run.summary for run in self.runs), *self.found.lines])
 
     def _json(self) -> Json:
-        return {"runs": [json.loads(run.json_text()) for run in self.runs], **self.found.to_json()}
-
-    def write_json(self, stream: TextIO) -> None:
-        """Write :meth:`to_json` to a stream one run at a time: all rows are hundreds of MB."""
-        print('{"runs": [', end="\n ", file=stream)
-        for number, run in enumerate(self.runs):
-            print(",\n " * bool(number) + run.json_text(), end="", file=stream)
-        # The list of runs is closed by hand, so the rest of the object follows without its opening brace.
-        others = each_text(without_secrets, self.found.to_json())
-        print(f"\n],{json.dumps(others, indent=1)[1:]}", file=stream)
+        return {"runs": [run.to_json() for run in self.runs], **self.found.to_json()}
 
     def frame(self) -> pd.DataFrame:
         """The metrics table: a row for each logged step of each run."""
@@ -851,18 +816,15 @@ class Examined(Answer):
         return code
 
     def _text(self) -> str:
-        text: str = self.found.as_text()
-        return text
+        return str(self.found.as_text())
 
     def _json(self) -> Json:
-        content: Json = self.found.to_json()
-        return content
+        return dict(self.found.to_json())
 
     def frame(self) -> pd.DataFrame:
         """A row for each finding: where it belongs, its name, severity, what was found and what to do."""
-        content = self._json()
-        groups = [group for group in ("findings", "deepep", "study", "here", "nodes") if group in content]
-        rows = [{"group": group, **one} for group in groups for one in content[group]]
+        content, groups = self._json(), ("findings", "deepep", "study", "here", "nodes")
+        rows = [{"group": group, **one} for group in groups for one in content.get(group, ())]
         return pd.DataFrame(rows, columns=["group", "name", "severity", "found", "remedy"])
 
     def _view(self) -> Iterator[str | TableView]:
@@ -874,4 +836,4 @@ class Examined(Answer):
             yield _table(shown.rename(columns={"name": "what", "severity": ""}), titles[str(group)])
         if trains := self._json().get("trains"):
             lines = [{"what": one["what"], "here": ("" if one["runs"] else "no: ") + one["found"]} for one in trains]
-            yield _table(pd.DataFrame(lines), "What this machine trains")
+            yield _table(lines, "What this machine trains")

@@ -4,6 +4,8 @@ A function takes a study, an experiment, the path of a YAML file or the name of 
 command's options as keywords. Fields of an experiment are keywords too: ``plan("nano", steps=20)``. It returns an
 object of :mod:`moelab.answers`. ``BadInput`` names a value that is wrong and what is valid, ``Refused`` what a machine
 or a layout cannot do.
+
+The command line is made from these functions: their keywords are its options, and the words under *Args* its help.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ from moelab.experiment import Experiment, OwnHardware
 from moelab.experiment_file import Study, parse_overrides
 
 if TYPE_CHECKING:
-    from moelab.judge.report import Report
+    from moelab.launch.cluster import ClusterProfile
     from moelab.model.hugging_face import HuggingFaceModel
-    from moelab.runs.directory import RunDir
     from moelab.traces.explanation import Explanation
     from moelab.viz.live import LiveView
 
@@ -61,7 +62,7 @@ SIDE_BY_SIDE = ("notebooks", "papermill_params")
 # What is given
 
 
-def _refusing_unknown_names(function: Callable[P, R]) -> Callable[P, R]:
+def verb(function: Callable[P, R]) -> Callable[P, R]:
     """Let a function refuse a keyword that it does not take with the name that was probably meant."""
     parameters = inspect.signature(function).parameters.values()
     takes_fields = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -70,18 +71,16 @@ def _refusing_unknown_names(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def checked(*given: P.args, **named: P.kwargs) -> R:
-        for name in named:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                fields = ", and fields of an experiment" if takes_fields else ""
-                hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(options)}{fields}"
-                raise BadInput(f"{function.__name__} does not take {name}; {hint}")
+        for name in named.keys() - {*known}:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(options)}"
+            raise BadInput(f"{function.__name__} does not take {name}; {hint}")
         return function(*given, **named)
 
     return checked
 
 
-@_refusing_unknown_names
+@verb
 def read_study(source: Source, /, **fields: Any) -> Study:
     """Read a study, or change fields of one.
 
@@ -171,10 +170,12 @@ class _Chosen:
 def _chosen(
     source: Source | None, from_hf: str | None, arm: str | None, fields: Mapping[str, Any], *, searches: bool = False
 ) -> _Chosen:
-    from moelab.model.hugging_face import read_model
+    from moelab.model.hugging_face import published_models, read_model
 
-    if isinstance(source, str | Path) and from_hf is None and _is_model(source):
-        source, from_hf = None, str(source)
+    if isinstance(source, str | Path) and from_hf is None:
+        path = Path(source)
+        if path.is_dir() or path.name in ("config.json", "params.json") or str(source) in published_models():
+            source, from_hf = None, str(source)
     if source is None and not from_hf:
         raise BadInput("give the FILE of an experiment or study, a model with --from-hf, or both")
     model, told = (read_model(from_hf) if from_hf else None), ""
@@ -197,24 +198,17 @@ def _chosen(
     )
 
 
-def _is_model(source: str | Path) -> bool:
-    """Whether a source is a model of Hugging Face: its ``config.json``, a folder with one, or a published name."""
-    from moelab.model.hugging_face import published_models
-
-    path = Path(source)
-    return path.is_dir() or path.name in ("config.json", "params.json") or str(source) in published_models()
-
-
 def _assumed(known: Mapping[str, Any], *, searches: bool) -> dict[str, Any]:
     """What a model without an experiment takes; a search also takes the whole cluster and usual training settings."""
     from moelab.hardware import cluster_of
 
+    fields: dict[str, Any] = {"seq_len": ASSUMED_SEQ_LEN}
     if not searches:
-        return {"seq_len": ASSUMED_SEQ_LEN}
+        return fields
     # What is no length is for the experiment to refuse.
     seq_len = known.get("seq_len", ASSUMED_SEQ_LEN)
     local_batch = max(1, ASSUMED_TOKENS // seq_len) if isinstance(seq_len, int) and seq_len > 0 else 1
-    fields = {"seq_len": ASSUMED_SEQ_LEN, "compile": "model+loss", "dataset": "c4", "local_batch": local_batch}
+    fields |= {"compile": "model+loss", "dataset": "c4", "local_batch": local_batch}
     if "hardware" in known:
         hardware = known["hardware"]  # a file of one's own has been read already
         cluster = cluster_of(hardware if isinstance(hardware, OwnHardware) else str(hardware))
@@ -248,7 +242,7 @@ def _write(path: str | Path, experiment: Experiment) -> None:
 # plan, project, search
 
 
-@_refusing_unknown_names
+@verb
 def plan(
     source: Source | None = None,
     /,
@@ -259,28 +253,25 @@ def plan(
     write: str | Path | None = None,
     config: bool = False,
     verify: bool = False,
-    ranks: Sequence[int] | None = None,
     **fields: Any,
 ) -> Planned:
-    """Check whether experiments are legal and fit into memory.
+    """Check whether experiments are legal and fit into memory, and show how they are launched.
 
     Args:
-        source: what to plan: a study, an experiment, a file, the name of a study, or a model of Hugging Face.
-        arm: one arm of a study.
-        from_hf: take the model from a ``config.json``, its folder, or by name.
-        load: a run whose measured expert load is used.
-        write: file for the experiment.
-        config: also give the configuration that TorchTitan resolves; loads torch, as the next.
-        verify: also build it with TorchTitan, without a GPU.
-        ranks: global ranks that ``verify`` builds; the first of each pipeline rank if they are not given.
+        source: YAML file of an experiment, a list of experiments or a study, the name of a study such as nano, or a
+            model of Hugging Face.
+        arm: plan one arm of a study, such as mxfp8_standard or bf16_deepep_round-robin.
+        from_hf: take the model from a Hugging Face config.json, its folder, or by name, such as Qwen3-30B-A3B.
+        load: a run, or its expert_load.parquet: use the expert load it measured (routing: learned).
+        write: file to write the experiment to.
+        config: also give the configuration that TorchTitan resolves (loads torch).
+        verify: build it with TorchTitan, without a GPU (loads torch).
         fields: of every experiment.
 
     Example:
         >>> plan("671B_b200_x256", arm="mxfp8_deepep").fits
         True
     """
-    if ranks and not verify:
-        raise BadInput("--ranks requires --verify")
     from moelab.planning import plan as planning
 
     chosen = _chosen(source, from_hf, arm, fields)
@@ -295,12 +286,12 @@ def plan(
         plans=plans,
         model=chosen.model,
         config=planning.titan_config(chosen.only) if legal and config else None,
-        verified=planning.verified(plans[0], ranks) if legal and verify else None,
+        verified=planning.verified(plans[0]) if legal and verify else None,
         asides=chosen.assumed,
     )
 
 
-@_refusing_unknown_names
+@verb
 def project(
     source: Source | None = None,
     /,
@@ -309,18 +300,17 @@ def project(
     from_hf: str | None = None,
     load: str | Path | None = None,
     calibration: str | None = None,
-    document_tokens: float | None = None,
     **fields: Any,
 ) -> Projected:
     """Predict tokens/s per GPU and where the time of a step goes.
 
     Args:
-        source: what to project; this and the next three as of :func:`plan`.
-        arm: one arm of a study.
-        from_hf: a model of Hugging Face.
-        load: a run whose measured expert load is used.
-        calibration: constants that ``explain(…, fit=NAME)`` saved: a name or a path.
-        document_tokens: mean length of the documents in a sequence; the dataset's if it is not given.
+        source: YAML file of an experiment, a list of experiments or a study, the name of a study such as nano, or a
+            model of Hugging Face.
+        arm: project one arm of a study.
+        from_hf: take the model from a Hugging Face config.json, its folder, or by name.
+        load: a run, or its expert_load.parquet: use the expert load it measured (routing: learned).
+        calibration: use the constants that moelab explain --fit saved: a name or a path.
         fields: of every experiment.
 
     Raises:
@@ -332,12 +322,11 @@ def project(
     """
     from moelab.planning import project as planning
 
-    chosen = _chosen(source, from_hf, arm, fields)
-    options = {"calibration": _calibration(calibration), "document_tokens": document_tokens}
+    chosen, rates = _chosen(source, from_hf, arm, fields), _calibration(calibration)
     arms, refused = {}, {}
     for one in chosen.arms:
         try:
-            arms[one.arm] = planning.project(one, constants=_constants(load, one), **options)
+            arms[one.arm] = planning.project(one, constants=_constants(load, one), calibration=rates)
         except Refused as error:
             if len(chosen.arms) == 1:
                 raise
@@ -345,7 +334,7 @@ def project(
     return Projected(arms=arms, refused=refused, name=chosen.name, asides=chosen.assumed)
 
 
-@_refusing_unknown_names
+@verb
 def search(
     source: Source | None = None,
     /,
@@ -354,7 +343,6 @@ def search(
     from_hf: str | None = None,
     gpus: int | None = None,
     limit: int = 10,
-    global_batch: int | None = None,
     calibration: str | None = None,
     write: str | Path | None = None,
     **fields: Any,
@@ -362,13 +350,12 @@ def search(
     """Find the best layout of a model on a cluster, its speed, and what each technique gains.
 
     Args:
-        source: what to search for; this and the next two as of :func:`plan`.
+        source: what to search for, as of plan.
         arm: one arm of a study.
         from_hf: a model of Hugging Face.
-        gpus: how many, in nodes of the hardware.
-        limit: how many layouts to list.
-        global_batch: sequences of a step; the experiment's own if they are not given.
-        calibration: as of :func:`project`.
+        gpus: how many GPUs --search takes, in nodes of the hardware.
+        limit: how many layouts --search lists.
+        calibration: use the constants that moelab explain --fit saved.
         write: file for the experiment in its best layout.
         fields: of the experiment; a layout's field that is given stays as it is.
 
@@ -380,15 +367,13 @@ def search(
     from moelab.planning.advice import recommend
     from moelab.planning.search import VARIED
 
-    for name, number in {"limit": limit, "global_batch": global_batch}.items():
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise BadInput(f"{name}: got {number!r}; valid: a whole number of at least 1")
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise BadInput(f"limit: got {limit!r}; valid: a whole number of at least 1")
     of_gpus, asides = ({}, ()) if gpus is None else _cluster_of_gpus(gpus, fields)
     chosen = _chosen(source, from_hf, arm, fields | of_gpus, searches=True)
     fixed = (fields | of_gpus).keys() & {*VARIED, "activation_checkpoint"}
-    options = {"global_batch": global_batch, "calibration": _calibration(calibration)}
     found = Found(
-        advice=recommend(chosen.only, fixed=fixed, limit=limit, **options),
+        advice=recommend(chosen.only, fixed=fixed, limit=limit, calibration=_calibration(calibration)),
         name=chosen.model.source if chosen.model else "",
         asides=(*asides, *chosen.assumed),
     )
@@ -422,7 +407,7 @@ def _cluster_of_gpus(gpus: int, fields: Mapping[str, Any]) -> tuple[dict[str, An
 # explain
 
 
-@_refusing_unknown_names
+@verb
 def explain(
     *paths: Source,
     rank: int | None = None,
@@ -436,24 +421,30 @@ def explain(
     """Show where the time of a traced step went, and why it differs from the prediction.
 
     Args:
-        paths: a Kineto trace, several ranks' traces of one step, their folder, or a run.
-        rank: rank to show; the lowest if it is not given.
-        step: profiler step to show, where a trace has several; all of them if it is not given.
-        against: what ran, to compare with its prediction; a run brings its own.
-        arm: the arm that ran, where ``against`` is a study.
-        calibration: predict with the constants of an earlier fit.
+        paths: a Kineto trace (.json, .json.gz), several ranks' traces of one step, their folder, or a run.
+        rank: rank to show; default: the lowest.
+        step: profiler step to show, where a trace has several; default: all of them.
+        against: YAML of what ran, to compare with its prediction; a run brings its own.
+        arm: the arm that ran, where --against is a study.
+        calibration: predict with the constants of an earlier --fit.
         fit: fit the model's constants to this step and save them under this name.
-        fields: of ``against``.
+        fields: of --against.
 
     Raises:
         BadInput: if a trace cannot be read, or is not of what is named as having run.
     """
+    from moelab.runs.directory import EXPERIMENT_FILE
     from moelab.traces.explanation import explain as explain_traces
 
     if not paths:
         raise BadInput("give a trace (.json, .json.gz), several ranks' traces of one step, their folder, or a run")
     found = [_in_runs(path) for path in paths]
-    arms = _ran(found[0], against, arm, fields)  # before a file of gigabytes is read
+    record = found[0] / EXPERIMENT_FILE
+    if against is None and (arm or fields):
+        raise BadInput("--arm and --set modify --against: give the YAML of what ran")
+    # Before a file of gigabytes is read.
+    ran = read_study(against, **fields) if against else read_study(record) if record.is_file() else None
+    arms = _arms(ran, arm) if ran else []
     if not arms and (fit or calibration):
         raise BadInput("--fit and --calibration need the experiment that ran: give its YAML with --against")
     explained = explain_traces(found, rank=rank, step=step)
@@ -470,20 +461,10 @@ def explain(
         return replace(answer, not_compared=f"not compared with a prediction: {error}")
 
 
-def _ran(path: Path, against: Source | None, arm: str | None, fields: Mapping[str, Any]) -> list[Experiment]:
-    """What may have run: as it is named, or by the run that holds the trace; nothing if neither is there."""
-    from moelab.runs.directory import EXPERIMENT_FILE
-
-    if against is not None:
-        return _arms(read_study(against, **fields), arm)
-    if arm or fields:
-        raise BadInput("--arm and --set modify --against: give the YAML of what ran")
-    own = path / EXPERIMENT_FILE
-    return [experiment_file.read_study(own).experiments[0]] if own.is_file() else []
-
-
 def _traced(explained: Explanation, arms: Sequence[Experiment]) -> Experiment:
     """The arm that a trace is of: of several, the one that quantises and exchanges as the trace does."""
+    if len(arms) == 1:
+        return arms[0]
     quantises = explained.kernels_ms.get("quantisation") is not None
     exchanges_by_deepep = any("deep_ep" in name for name in explained.labels["name"])
     alike = [
@@ -491,11 +472,11 @@ def _traced(explained: Explanation, arms: Sequence[Experiment]) -> Experiment:
         for one in arms
         if (one.precision != "bf16") == quantises and (one.ep_backend != "standard") == exchanges_by_deepep
     ]
-    if len(arms) > 1 and len(alike) != 1:
+    if len(alike) != 1:
         names = ", ".join(one.arm for one in alike or arms)
         may_be = "may be of several arms" if alike else "quantises and exchanges as no arm"
         raise BadInput(f"the trace {may_be} of {arms[0].name}; name the traced one with --arm: {names}")
-    return arms[0] if len(arms) == 1 else alike[0]
+    return alike[0]
 
 
 def _compared(answer: Explained, experiment: Experiment, calibration: str | None, fit: str | None) -> Explained:
@@ -509,16 +490,15 @@ def _compared(answer: Explained, experiment: Experiment, calibration: str | None
         constants = with_values(**values)
         files = ", ".join(answer.step.files)
         origin = f"{files}: {experiment.model_label}, {experiment.arm}, {answer.step.gpu}"
-    compared = {name: against.compare(step, experiment, constants) for name, step in answer.steps.items()}
-    if fit:
         fitted = {"name": fit, "file": str(write_calibration(fit, values, origin)), "constants": values}
+    compared = {name: against.compare(step, experiment, constants) for name, step in answer.steps.items()}
     return replace(answer, compared=compared, fitted=fitted)
 
 
 # run, submit, status, watch
 
 
-@_refusing_unknown_names
+@verb
 def run(
     source: Source,
     /,
@@ -531,9 +511,9 @@ def run(
     """Train on this machine what a study still lacks; finished runs are left alone.
 
     Args:
-        source: a study, an experiment, a file or the name of a study.
-        runs: folder of all studies; :func:`runs_folder` if it is not given.
-        on_failure: what to do after a run failed.
+        source: YAML file of an experiment, a list of experiments or a study, or the name of a study such as nano.
+        runs: folder of all studies; default: $MOELAB_RUNS, or runs of this checkout or folder.
+        on_failure: what to do after a run failed: continue with the next one, or stop.
         wait: return when the study has ended, with :class:`~moelab.answers.Trained`; else as soon as a run has begun,
             and training goes on in a process of its own.
         fields: of every experiment.
@@ -561,7 +541,7 @@ def run(
     )
 
 
-@_refusing_unknown_names
+@verb
 def submit(
     source: Source,
     /,
@@ -574,15 +554,15 @@ def submit(
     dry_run: bool = False,
     **fields: Any,
 ) -> Submitted:
-    """Submit to Slurm what a study still lacks; finished runs are left alone.
+    """Submit to Slurm what a study still lacks; finished and queued runs are left alone.
 
     Args:
-        source: as of :func:`run`.
+        source: YAML file of an experiment, a list of experiments or a study, or the name of a study such as nano.
         cluster: name or path of a cluster profile.
-        cluster_set: fields of the profile to replace.
-        arm: submit one arm.
-        after: start only after this job has succeeded.
-        runs: folder of all studies; the profile's, or :func:`runs_folder`, if it is not given.
+        cluster_set: override a field of the cluster profile.
+        arm: submit one arm of a study.
+        after: start only after this job has succeeded, such as 123 or 123_4.
+        runs: folder of all studies; default: the cluster profile's, $MOELAB_RUNS, or runs of this checkout or folder.
         dry_run: give the exact script and change nothing.
         fields: of every experiment.
 
@@ -595,7 +575,6 @@ def submit(
         True
     """
     from moelab.launch import submit as launch
-    from moelab.launch.cluster import read_cluster
     from moelab.launch.local import completed
     from moelab.planning.project import foresee
 
@@ -603,24 +582,30 @@ def submit(
     if arm:
         (wanted,) = _arms(study, arm)
         study = replace(study, experiments=tuple(one for one in study.experiments if one.arm == wanted.arm))
-    place = read_cluster(cluster, cluster_set)
-    folder = Path(runs or place.runs or runs_folder())
-    if dry_run:
-        done = launch.dry_run(study, folder, place, foresee=foresee, after=after)
-    else:
-        done = launch.submit(study, folder, place, foresee=foresee, after=after)
+    place, folder = _cluster(cluster, cluster_set, runs)
+    send = launch.dry_run if dry_run else launch.submit
+    done = send(study, folder, place, foresee=foresee, after=after)
     complete = sum(completed(done.discovered.attempts(one)) is not None for one in study.experiments)
     return Submitted(path=folder / study.name, done=done, dry_run=dry_run, complete=complete)
 
 
-@_refusing_unknown_names
+def _cluster(
+    name: str, changes: Mapping[str, Any] | Sequence[str], runs: str | Path | None
+) -> tuple[ClusterProfile, Path]:
+    """A cluster's profile, and the folder of all studies there."""
+    from moelab.launch.cluster import read_cluster
+
+    place = read_cluster(name, changes)
+    return place, Path(runs or place.runs or runs_folder())
+
+
+@verb
 def status(source: Source | None = None, /, *, runs: str | Path | None = None) -> States:
     """Show the state of runs; Slurm is asked about its jobs.
 
     Args:
-        source: a study, which may have no run yet, a run, or the folder of all studies; :func:`runs_folder` if it is
-            not given.
-        runs: folder of all studies, where ``source`` is a study.
+        source: folder of a run, a study or all studies, or a study, which may have no run yet; default: all studies.
+        runs: folder of all studies, where the source is a study.
 
     Raises:
         BadInput: if there is no such folder.
@@ -629,12 +614,20 @@ def status(source: Source | None = None, /, *, runs: str | Path | None = None) -
 
 
 def cancel(source: Source, /) -> States:
-    """Cancel the Slurm jobs of a run, a study or all studies; raises as :func:`moelab.launch.status.cancel`."""
+    """Cancel the Slurm jobs of a run, a study or all studies.
+
+    Args:
+        source: folder of a run, a study or all studies, or the name of a study.
+    """
     return _on_runs(source, "cancel")
 
 
 def requeue(source: Source, /) -> States:
-    """Restart jobs from their newest checkpoint; raises as :func:`moelab.launch.status.requeue`."""
+    """Restart running, failed or cancelled jobs from their newest checkpoint.
+
+    Args:
+        source: folder of a run, a study or all studies, or the name of a study.
+    """
     return _on_runs(source, "requeue")
 
 
@@ -654,44 +647,41 @@ def _on_runs(
     return States(path=path, states=tuple(zip(found.all_runs, states, strict=True)), found=found)
 
 
-@_refusing_unknown_names
+@verb
 def watch(source: Source | States | Submitted | None = None, /, *, interval_s: float = 5.0) -> LiveView | None:
     """Follow runs: in a notebook a live view, to be kept in a variable; in a terminal lines until all have ended.
 
     Args:
-        source: as of :func:`status`, or what :func:`run` or :func:`submit` answered; it may appear later.
+        source: as of status, or what run or submit answered; it may appear later.
         interval_s: seconds between two looks at least.
     """
+    from moelab.launch import status as launch
+    from moelab.launch.progress import in_notebook
+
     if isinstance(source, States | Submitted):
         path = source.path
     else:
         path = runs_folder() if source is None else _in_runs(source)
-    from moelab.launch.progress import in_notebook
-
     if not in_notebook():
-        from moelab.launch.status import follow
-
-        follow(path, sys.stdout)
+        launch.follow(path, sys.stdout)
         return None
-    from moelab.launch.status import cancel as cancel_jobs
     from moelab.viz.live import LiveView
 
     launcher = getattr(source, "launcher", None)
-
-    def end(run: RunDir) -> object:
-        return launcher.terminate() if launcher else cancel_jobs([run])
-
-    return LiveView(path, cancel=end, interval_s=interval_s)
+    return LiveView(
+        path, cancel=lambda run: launcher.terminate() if launcher else launch.cancel([run]), interval_s=interval_s
+    )
 
 
 # collect, report, doctor
 
 
-@_refusing_unknown_names
+@verb
 def collect(source: Source, /) -> Collection:
     """Read the metrics of runs, TorchTitan logs, TensorBoard folders or W&B exports.
 
-    ``source`` is a study, a run, a log, a TensorBoard folder or a W&B export.
+    Args:
+        source: a study, a run, a log, a TensorBoard folder or a W&B export.
     """
     from moelab.runs.collect import collect as collect_anything
     from moelab.runs.collect import collect_runs
@@ -702,7 +692,7 @@ def collect(source: Source, /) -> Collection:
     return Collection(runs=tuple(collect_runs(found.runs) or collect_anything(path)), found=found)
 
 
-@_refusing_unknown_names
+@verb
 def report(
     *sources: Source,
     runs: str | Path | None = None,
@@ -718,14 +708,14 @@ def report(
 
     Args:
         sources: a study; or several studies, runs, logs, TensorBoard folders or W&B exports.
-        runs: folder of all studies; :func:`runs_folder` if it is not given.
-        reference: arm that the others are held against; ``bf16_standard`` if it is not given, or the first arm of a
-            study that has none of that name.
-        margin: equivalence margin in nats; from the spread between seeds if it is not given.
-        margin_cap: upper limit of a margin that comes from the seeds; 1 % of the loss if it is not given.
-        drop_seed: seeds to leave out of all arms; the report says so.
-        final_fraction: share of the steps, at the end, that the final loss is averaged over.
-        output: file to write the report to; ``save()`` of the answer does so later.
+        runs: folder of all studies; default: $MOELAB_RUNS, or runs of this checkout or folder.
+        reference: arm that the others are held against; default: bf16_standard, or a study's first arm.
+        margin: equivalence margin in nats; default: from the spread between seeds.
+        margin_cap: upper limit of a margin that comes from the seeds; default: 1 % of the loss.
+        drop_seed: leave a seed out of all arms; the report says so.
+        final_fraction: share of the steps, at the end, that the final loss is averaged over; default: 0.1.
+        output: file to write the report to; the command's default: report.html in the study's folder, or
+            comparison.html here.
         with_paths: keep folder, host and user names in the report.
 
     Raises:
@@ -740,17 +730,15 @@ def report(
         "dropped_seeds": list(drop_seed),
     }
     study = _planned_study(sources[0], runs) if len(sources) == 1 else None
-    judged: Report
     if study is not None:
         usual = next((arm for arm in study.arms if arm == "bf16_standard"), study.arms[0])
         folder = _in_runs(study, runs)
         if not folder.is_dir():
             raise BadInput(f"study {study.name} has no run in {folder.parent}: train it with moelab run, or run(…)")
-        judged = judge_study(folder, study=study, reference=reference or usual, **options)
+        answer = Reported(judged=judge_study(folder, study=study, reference=reference or usual, **options))
     else:
         paths = [_in_runs(one, runs) for one in sources]
-        judged = judge_paths(paths, reference=reference or "bf16_standard", **options)
-    answer = Reported(judged=judged)
+        answer = Reported(judged=judge_paths(paths, reference=reference or "bf16_standard", **options))
     return replace(answer, page=answer.save(output, with_paths=with_paths)) if output else answer
 
 
@@ -766,7 +754,7 @@ def _planned_study(source: Source, runs: str | Path | None) -> Study | None:
         return None  # no study's name either: the message for a path is the better one
 
 
-@_refusing_unknown_names
+@verb
 def doctor(
     file: Source | None = None,
     *,
@@ -777,16 +765,16 @@ def doctor(
     runs: str | Path | None = None,
     nodes: bool = False,
 ) -> Examined:
-    """Report what this machine can run and what it lacks for the rest; or check a cluster.
+    """Report what this machine can run and what it lacks for the rest; or check a cluster before a study goes there.
 
     Args:
-        file: with ``cluster``, the study that is to go there.
+        file: with --cluster: the study that is to go there.
         smoke: send tokens between two ranks, through DeepEP if possible.
-        hardware: profile that the network is compared with.
+        hardware: compare the network with this profile.
         cluster: name or path of a cluster profile to check instead.
-        cluster_set: fields of the profile to replace.
-        runs: with ``cluster``, folder of all studies.
-        nodes: with ``cluster``, check every node too, through srun.
+        cluster_set: override a field of the cluster profile.
+        runs: with --cluster: folder of all studies.
+        nodes: with --cluster: check every node too, through srun.
     """
     if not cluster:
         if nodes or file or cluster_set or runs:
@@ -795,10 +783,8 @@ def doctor(
 
         return Examined(found=examine(hardware=hardware, smoke=smoke))
     from moelab.health.preflight import preflight
-    from moelab.launch.cluster import read_cluster
     from moelab.planning.project import foresee
 
-    place = read_cluster(cluster, cluster_set)
+    place, folder = _cluster(cluster, cluster_set, runs)
     study = read_study(file) if file else None
-    folder = Path(runs or place.runs or runs_folder())
     return Examined(found=preflight(place, study, folder, ask_nodes=nodes, foresee=foresee))
