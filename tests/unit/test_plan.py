@@ -183,7 +183,7 @@ def test_verify_builds_what_was_planned(call: Any, file: Path, monkeypatch: pyte
     monkeypatch.setattr("moelab.titan.verify._ask_child", lambda request: in_titan_process(verified, request))
     file.write_text(yaml.safe_dump({"model": "debug", "gpus_per_node": 8, "pp": 2, "ep": 4, "hardware": "h100_node"}))
     answer = call("plan", file, "--verify", "--json").json
-    assert [row["rank"] for row in answer["verify"]["ranks"]] == [0, 5]
+    assert [row["rank"] for row in answer["verify"]["ranks"]] == [0, 4]
     for row in answer["verify"]["ranks"]:
         assert row["parameters"] == row["predicted_parameters"]
         assert row["predicted_gib"] == answer["memory_by_rank"][row["pp_rank"]]["total_gib"]
