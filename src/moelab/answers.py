@@ -782,7 +782,7 @@ class Reported(Answer):
 
     def tables(self) -> list[TableView]:
         """Every table of the report."""
-        return list(pages.report_tables(self.judged))
+        return [pages.runs_table(self.judged)]
 
     def composition(self) -> str:
         """Whether the gains of a two-by-two, whose arms are in the order of a study's, multiply: a sentence."""

@@ -8,7 +8,6 @@ import math
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ from moelab.experiment import Experiment
 from moelab.judge.arms import arm_label
 from moelab.judge.report import Report, judge_paths
 from moelab.judge.verdict import Answer
-from moelab.model import count_parameters, flops_per_token, shape_of
-from moelab.runs.log import read_log
 from moelab.runs.settings import settings_of
 from moelab.runs.status import State
-from moelab.viz.report import provenance, report_figures, report_tables, write_study_report
+from moelab.viz.report import report_figures, write_study_report
 
 BF16, MXFP8 = "BF16 + standard all-to-all", "MXFP8 + standard all-to-all"
 LOSS = "loss_metrics/global_avg_loss"
@@ -80,48 +77,6 @@ def export(path: Path, **columns: Any) -> Path:
 
 
 # Numbers
-
-
-def test_our_count_of_mfu_is_torchtitans_own() -> None:
-    """The log of a real run holds TorchTitan's MFU at each step, to two decimals."""
-    report, rows = compared(*EXAMPLE_LOGS), read_log(EXAMPLE_LOGS[0]).rows
-    _, mfu = report_tables(report)
-    logged, ours, causal = mfu.frame.iloc[0, 1:]
-    assert (logged, ours) == pytest.approx((rows.loc[rows["step"] > 3, "mfu"].median(),) * 2, abs=0.005)
-    assert causal < 0.7 * ours
-    assert math.isnan(mfu.frame.iloc[1, 1])
-    assert [side.emulated for side in report.sides] == [False, True]
-    assert report.throughput[0].tps == pytest.approx(rows.loc[rows["step"] > 3, "tps"].median())
-
-
-def test_mfu_is_of_the_shape_that_an_experiment_has(tmp_path: Path) -> None:
-    """With four experts a token, not eight, 671B multiplies less; the parameters are as many."""
-    shape = replace(shape_of("671B"), top_k=4)
-    run = train(tmp_path / "s", "bf16", 0, [8.0] * 9, model="671B", shape={"top_k": 4}, steps=9)
-    prepend(run.log, gpu_lines(), model_line("671B", count_parameters(shape).total))
-    report = compared(run.path, EXAMPLE_LOGS[0])
-    expected = 100 * 1000.0 * flops_per_token(shape, 256, causal=True) / 989e12
-    assert report.sides[0].mfu_percent(1000.0, causal=True) == pytest.approx(expected)
-    assert provenance(report)[f"Model, {BF16}"] == "671B with top_k 4"
-    assert report.summary["On what?"].startswith("671B with top_k 4 and debug on ")
-
-
-@pytest.mark.parametrize(
-    ("gpu", "name", "peak"),
-    [
-        ("NVIDIA H100 PCIe", "debugmodel", 756e12),
-        ("NVIDIA H800", "debugmodel", 989e12),  # TorchTitan takes it for an A100
-        ("NVIDIA GB10", "debugmodel", math.nan),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "debugmodel", math.nan),
-        ("NVIDIA H100 80GB HBM3", "16B", math.nan),  # with as many parameters as debugmodel
-    ],
-)
-def test_mfu_is_of_the_exact_gpu_and_model(tmp_path: Path, gpu: str, name: str, peak: float) -> None:
-    shape = shape_of("debug")
-    head = (gpu_lines(gpu), model_line(name, count_parameters(shape).total), plan_line(8))
-    (side,) = compared(log_of(tmp_path / "a.log", falling(range(1, 9)), *head)).sides
-    expected = 100 * 1000.0 * flops_per_token(shape, 8, causal=True) / peak
-    assert side.mfu_percent(1000.0, causal=True) == pytest.approx(expected, nan_ok=True)
 
 
 def test_long_curves_are_thinned_and_say_so(tmp_path: Path) -> None:
@@ -264,11 +219,11 @@ def test_a_log_that_ended_before_its_planned_steps(tmp_path: Path) -> None:
     whole = log_of(tmp_path / "whole.log", falling(range(10, 101, 10)), plan_line(105))
     killed = log_of(tmp_path / "killed.log", falling(range(10, 61, 10), 0.1), plan_line(105))
     (one,) = compared(whole, killed).differences
-    assert one.sentence() == "killed is at step 60 of 105; killed is +0.1000 nats from whole at step 60."
+    assert one.sentence() == "killed is +0.1000 nats from whole at step 60."
     cut = tmp_path / "cut.log.gz"  # and of a compressed one what can be read counts
     cut.write_bytes(EXAMPLE_LOGS[1].read_bytes()[:3000])
     (one,) = compared(EXAMPLE_LOGS[0], cut).differences
-    assert (1 < len(one.steps) < 40, "cut is at step" in one.unfinished) == (True, True)
+    assert 1 < len(one.steps) < 40
 
 
 def test_quantities_that_a_source_lacks(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_study_with_every_damage_is_drawn_and_has_a_page(tmp_path: Path, capsy
     shown = (study / "report.html").read_text()
     words = "environment.json is damaged: machine and versions unknown"
     assert words in shown
-    assert "not judged, as" in shown
+    assert "experiment.yaml: " in shown
     side_by_side = reported(capsys, study, study / "bf16_standard")
     assert words in side_by_side["note"]
     assert len(side_by_side["runs"]) == 3 * len(names) + 3

@@ -232,7 +232,7 @@ def test_an_arm_that_was_trained_again_until_it_was_equal(tmp_path: Path) -> Non
         r"Not decided: insufficient data: runs of MXFP8 that had finished or diverged were replaced by others "
         r"\(seed \d at 4\.\d+"
     )
-    assert re.match(words + r" nats, a difference of \+1\.0000; .*; and 1 more\)\.$", report.summary["Same loss?"])
+    assert re.match(words + r" nats, a difference of \+1\.0000; .*; and 1 more\)\.", report.summary["Same loss?"])
     (verdict,) = report.verdicts
     assert (verdict.answer, verdict.n_seeds) == (Answer.INSUFFICIENT, 4)
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
-from moelab.errors import BadInput
 from moelab.experiment import Experiment, ShapeChanges
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 PRECISIONS = {"bf16": "BF16", "fp8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 BACKENDS = {
@@ -101,28 +96,3 @@ def seeds_words(n: int) -> str:
 def seed_names(seeds: Collection[int]) -> str:
     """``seed 1``, ``seeds 1, 4``."""
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
-
-
-def require_names(table: pd.DataFrame) -> None:
-    """Refuse a metrics table whose rows do not say which arm and seed they are of, as one read from a bare log.
-
-    Raises:
-        BadInput: A row has no run, arm or seed.
-    """
-    missing = [name for name in ("run", "arm", "seed") if table[name].isna().any()]
-    if missing:
-        raise BadInput(
-            f"the table has rows without {' and '.join(missing)}: fill in these columns before comparing runs"
-        )
-
-
-def require_one_run_a_seed(table: pd.DataFrame) -> None:
-    """Refuse a metrics table with several runs of one arm and seed.
-
-    Raises:
-        BadInput: naming the arm and the seed.
-    """
-    runs = table[["arm", "seed", "run"]].drop_duplicates()
-    if (twice := runs[runs.duplicated(["arm", "seed"])]).size:
-        arm, seed = twice[["arm", "seed"]].iloc[0]
-        raise BadInput(f"the table has two runs of {arm}, seed {seed}: keep one, as moelab.runs.collect.newest chooses")

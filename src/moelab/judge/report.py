@@ -59,6 +59,7 @@ from moelab.judge.verdict import (
 )
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
+from moelab.runs.settings import spread
 from moelab.runs.table import merge_segments, throughput_rows
 
 _ASKED = {
@@ -84,7 +85,7 @@ class Difference:
     first_step: int  # of the last part, which the difference is a mean over
     nats: float  # NaN if one diverged
     spread_nats: float  # standard deviation from step to step in that part
-    unfinished: str  # which of the two diverged or ended before its planned steps
+    diverged: str  # which of the two did
     differing: str  # settings that the loss depends on, in words
 
     @property
@@ -95,16 +96,14 @@ class Difference:
     @property
     def words(self) -> str:
         """How far the two are apart at the end, and in what else they differ."""
+        if self.diverged:
+            return self.diverged
         if not self.steps:
-            words = f"{self.label} and {self.reference} have no step with a loss in common at the end"
-        elif math.isnan(self.nats):
-            words = "" if self.unfinished else f"{self.label} has no finite difference from {self.reference} at the end"
-        else:
-            last = self.steps[-1]
-            where = f"over steps {self.first_step} to {last}" if math.isfinite(self.spread_nats) else f"at step {last}"
-            also = f" (they also differ: {self.differing})" if self.differing else ""
-            words = f"{self.label} is {self.nats:+.4f} nats from {self.reference} {where}{also}"
-        return "; ".join(filter(None, [self.unfinished, words]))
+            return f"{self.label} and {self.reference} have no step with a loss in common at the end"
+        last = self.steps[-1]
+        where = f"over steps {self.first_step} to {last}" if math.isfinite(self.spread_nats) else f"at step {last}"
+        also = f" (they also differ: {self.differing})" if self.differing else ""
+        return f"{self.label} is {self.nats:+.4f} nats from {self.reference} {where}{also}"
 
     def sentence(self) -> str:
         """The difference with its spread from step to step."""
@@ -136,7 +135,8 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1) -> D
         # Of logs of other steps the first alone may be common, which says nothing about the end.
         both = both if both.index.max() >= first_final_step(int(both_end), final_fraction) else both.iloc[:0]
     first_step = first_final_step(int(both.index.max()), final_fraction) if len(both) else 0
-    diverged = reference.diverged or side.diverged  # what it logged before says nothing about the end
+    # What one logged before it diverged says nothing about the end.
+    diverged = "; ".join(one.unfinished for one in (reference, side) if one.diverged)
     final = both.iloc[:0] if diverged else both.loc[first_step:].where(np.isfinite).dropna()
     return Difference(
         reference=reference.label,
@@ -145,7 +145,7 @@ def difference(reference: Side, side: Side, *, final_fraction: float = 0.1) -> D
         first_step=first_step,
         nats=float(final.mean()),
         spread_nats=float(final.std(ddof=1)),
-        unfinished="; ".join(one.unfinished for one in (reference, side) if one.unfinished),
+        diverged=diverged,
         differing=", ".join(differing_of(side, reference, OF_THE_LOSS)),
     )
 
@@ -235,6 +235,40 @@ class Report:
             others = [(f"{study_of(one.run)}: {name}" if one.arm else name, one) for name, one in others]
         return own + others
 
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every run for a table and for a program; what is missing is null."""
+        medians = {(arm.arm, seed): tps for arm in self.throughput for seed, tps in arm.tps_by_seed.items()}
+        sides = {side.label: side for side in self.sides}
+        rows = []
+        for label, one in self.attempts:
+            run, side, known = one.collected, sides.get(label), one.collected.environment if one.collected else None
+            chip = side.facts.get("hardware") if side is not None and side.experiment is None else None
+            numbers = {
+                "final_loss_nats": final_loss(run, self.final_fraction) if run else math.nan,
+                "held_out_loss_nats": run.validation_loss if run else math.nan,
+                "tps": medians.get((side.name if side and not one.reason else "", one.seed or 0), math.nan),
+                "memory_gib": float(run.rows["memory_gib"].max()) if run else math.nan,
+            }
+            reason = one.reason or (run.status.reason if run else None)
+            rows.append(
+                {
+                    "side": label,
+                    "run": one.run,
+                    "arm": one.arm,
+                    "seed": one.seed,
+                    "status": run.status.state.value if run else "unknown",
+                    "steps": run.last_step if run else 0,
+                    **{name: finite_or_none(number) for name, number in numbers.items()},
+                    "machine": known.machine if known else spread(chip or []) or None,
+                    "versions": known.versions if known else {},
+                    "damaged": list(run.damaged) if run else [],
+                    "used": not one.reason,
+                    **({"reason": reason} if reason else {}),
+                }
+            )
+        return rows
+
     def _why_unused(self, side: Side, run: Collected) -> str:
         if side.experiment is None:
             return ""
@@ -267,20 +301,18 @@ class Report:
         seeds = {side.name: _held_out_of(side, step) for side in self.arms}
         if not any(one.losses for one in seeds.values()):
             return []
-        # An arm that diverged with every seed is judged on its training loss; it has no held-out one to add, and an arm
-        # that never validated has nothing to hold against the others.
-        has_one = {name: bool(one.losses or one.diverged) for name, one in seeds.items()}
-        validated = [side for side in self.arms if side.diverged_seeds or has_one[side.name]]
-        judged = [side for side in validated if side.finished] if self.arms[0] in validated else []
+        # An arm that never validated has nothing to hold against the others.
+        validated = [side for side in self.arms if seeds[side.name].losses or seeds[side.name].diverged]
+        judged = validated[1:] if self.arms[0] in validated else []
         final = FinalLosses(seeds=seeds, final_fraction=self.final_fraction)
-        return correct_for_arms([self._verdict(side, final) for side in judged if side is not self.arms[0]])
+        return correct_for_arms([self._verdict(side, final) for side in judged])
 
     def _verdict(self, side: Side, final: FinalLosses) -> Verdict:
         """Judge an arm against the reference, and say in what else they differ."""
         first, seeds = self.arms[0], {}
         for one in (first, side):
-            known = final.seeds.get(one.name, ArmSeeds.of())
-            seeds[one.name] = ArmSeeds.of(
+            known = final.seeds.get(one.name, ArmSeeds())
+            seeds[one.name] = ArmSeeds(
                 known.losses,
                 {**one.diverged_seeds, **known.diverged},
                 {**one.lost_seeds, **known.lost},
@@ -485,7 +517,7 @@ class Report:
             "summary": self.summary,
             "finished": sum(run.finished for run in runs),
             "judged": len(self.finished),
-            "runs": [_run_json(label, one, self.final_fraction) for label, one in self.attempts],
+            "runs": self.rows,
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
             "differences": [one.to_json() for one in self.differences],
             "differing_settings": differing_values(self.sides),
@@ -504,8 +536,8 @@ def judge_paths(
 
     Args:
         paths: studies, run directories, or logs from elsewhere; the first is what the others are held against.
-        study: judge the runs of exactly these experiments; None takes, for each arm, the settings that most of its
-            seeds share with the reference.
+        study: judge the runs of exactly these experiments; None takes the settings of most of the reference's seeds,
+            and of each other arm those that agree with them.
         reference: arm of a study that its others are held against.
         **options: fields of a :class:`Report`.
 
@@ -525,8 +557,7 @@ def judge_paths(
         raise NothingToJudge("\n  ".join(lines))
     if name and sides[0].name != reference:  # which comes first if it is there
         arms = ", ".join(side.name for side in sides)
-        lines = [words for one, words in zip(not_judged, left_out, strict=True) if one.arm in ("", reference)]
-        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *lines]))
+        raise BadInput("\n  ".join([f"reference {reference!r} is not an arm of {name}; its arms: {arms}", *left_out]))
     return Report(
         sides=tuple(sides),
         study=name,
@@ -636,24 +667,6 @@ def _on_what(report: Report) -> str:
     return f"{', '.join(parts)}; {steps}, {each} each."
 
 
-def _run_json(label: str, one: Attempt, final_fraction: float) -> dict[str, Any]:
-    run, known = one.collected, one.collected.environment if one.collected else None
-    return {
-        "run": one.run,
-        "side": label,
-        "arm": one.arm,
-        "seed": one.seed,
-        "status": run.status.state.value if run else "unknown",
-        "final_loss_nats": finite_or_none(final_loss(run, final_fraction)) if run else None,
-        "held_out_loss_nats": finite_or_none(run.validation_loss) if run else None,
-        "machine": known.machine if known else None,
-        "versions": known.versions if known else {},
-        "damaged": list(run.damaged) if run else [],
-        "used": not one.reason,
-        **({"reason": one.reason} if one.reason else {}),
-    }
-
-
 def final_loss(run: Collected, final_fraction: float) -> float:
     """Mean loss of one run over the last part of its own steps; NaN if it diverged."""
     rows = merge_segments(run.rows).set_index("step")["loss"].where(np.isfinite).dropna()
@@ -675,44 +688,40 @@ def _held_out_of(side: Side, step: int) -> ArmSeeds:
             diverged[seed] = f"the held-out loss is {loss}"
         else:
             lost[seed] = f"no held-out loss was logged at step {step}"
-    return ArmSeeds.of(losses, diverged, lost)
+    return ArmSeeds(losses, diverged, lost)
 
 
 def _other_attempts(side: Side, reference: Side, final: FinalLosses) -> Iterator[OtherAttempt]:
     """Runs of both arms that are not judged, each held against the other arm's run of its seed where both end."""
-    attempts = [
-        (own, other, run, is_replaced)
-        for own, other in ((side, reference), (reference, side))
-        for is_replaced, runs in enumerate([[run for run in own.attempted if run.seed in own.lost_seeds], own.replaced])
-        for run in runs
-    ]
-    if not attempts:
-        return
 
     def curve(run: Collected) -> pd.Series[float]:
         rows = merge_segments(run.rows) if final.last_step else run.validation.drop_duplicates("step", keep="last")
-        return rows.set_index("step")["loss"].where(lambda loss: loss.abs() < math.inf).dropna()
+        return rows.set_index("step")["loss"].where(np.isfinite).dropna()
 
-    ours, theirs = ({run.seed: curve(run) for run in one.finished} for one in (side, reference))
+    both = [(side, reference, 1), (reference, side, -1)]
+    attempts = [
+        (own, run, {one.seed: one for one in other.attempted}.get(run.seed), sign)
+        for own, other, sign in both
+        for run in (*(run for run in own.attempted if run.seed in own.lost_seeds), *own.replaced)
+    ]
+    ours, theirs = ({run.seed: curve(run) for run in one.finished if attempts} for one in (side, reference))
     judged = pd.DataFrame({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
-    for own, other, run, is_replaced in attempts:
-        assert run.seed is not None  # of ours, each has one
-        partner = next((curve(one) for one in other.attempted if one.seed == run.seed), None)
+    for own, run, other, sign in attempts:
         losses = curve(run)
-        common = losses if partner is None else losses[losses.index.isin(partner.index)]
+        differences = losses * math.nan if other is None else (losses - curve(other)).dropna() * sign
+        common = losses.index if other is None else differences.index
         if len(common):
-            common = common.loc[first_final_step(int(common.index.max()), final.final_fraction) :]
-        differences = math.nan if partner is None else (common - partner).dropna() * (1 if own is side else -1)
+            common = common[common >= first_final_step(int(common.max()), final.final_fraction)]
         yield OtherAttempt(
             arm=own.name,
-            seed=run.seed,
-            end=run.diverged or own.lost_seeds.get(run.seed) or run.status.in_words(),
-            is_replaced=bool(is_replaced),
+            seed=run.seed or 0,
+            end=run.diverged or own.lost_seeds.get(run.seed or 0) or run.status.in_words(),
+            is_replaced=run in own.replaced,
             is_finished=run.finished,
             has_diverged=run.diverged is not None,
-            loss=float(common.mean()),
-            nats=float(np.mean(differences)) if len(common) else math.nan,
-            usual=prediction_interval(judged.reindex(common.index).mean(skipna=False).dropna().tolist()),
+            loss=float(losses.reindex(common).mean()),
+            nats=float(differences.reindex(common).mean()),
+            usual=prediction_interval(judged.reindex(common).mean(skipna=False).dropna().tolist()),
         )
 
 

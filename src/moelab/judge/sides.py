@@ -2,8 +2,8 @@
 
 Runs of ours are grouped by what they are: all fields but the seed and the study's name. One group of each arm is
 judged, and every run that is not is named with the reason. Without a study that says what belongs to it, the
-reference's group is the one that most seeds of all arms agree with; the newest decides between groups with as many
-seeds.
+reference's group is the one with most seeds, and the others agree with it where they can; the newest decides between
+groups with as many.
 
 A verdict and a gain are of two arms alone only where all else is the same, so what differs is always said. What is not
 known of a run, such as the machine of one whose ``environment.json`` is damaged, is no difference; it is named where
@@ -12,7 +12,6 @@ the run is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,11 +25,8 @@ import pandas as pd
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
 from moelab.experiment_file import Study
-from moelab.hardware import known_gpu
 from moelab.judge.arms import arm_label
 from moelab.layout import training_of, twins
-from moelab.model import count_parameters, flops_per_token, shape_for
-from moelab.model.shape import SHAPES, ModelShape
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs import directory
 from moelab.runs.collect import WARMUP_STEPS, Collected, collect, collect_runs, newest, numbers_of
@@ -194,30 +190,6 @@ class Side:
         state = "" if run.steps_planned is None else f" ({run.status.reason or run.status.state})"
         return f"is at step {run.last_step} of {planned}{state}"
 
-    def mfu_percent(self, tps: float, *, causal: bool) -> float:
-        """MFU at a throughput (tokens/s per GPU), by TorchTitan's count of attention or the causal one.
-
-        Derived: ``tps · FLOPs per token / peak FLOP/s``, of the datasheet's dense BF16 peak of the GPU's exact model.
-        The peak that a log names is not taken: TorchTitan 0.3.0 goes by parts of names, and by an A100's 312 TFLOP/s
-        where it knows none. NaN without a GPU whose peak is known, a sequence length, or a model whose shape is known.
-        """
-        gpu, shape = known_gpu(self.settings.values.get("gpu", "")), self._shape
-        seq_len = self.settings.values.get("seq_len", "")
-        if shape is None or gpu is None or gpu.bf16_tflops is None or not seq_len.isdecimal():
-            return math.nan
-        peak_flops = 1e12 * gpu.bf16_tflops.value  # also for MXFP8 and FP8, so that arms can be compared
-        return 100.0 * tps * flops_per_token(shape, int(seq_len), causal=causal) / peak_flops
-
-    @property
-    def _shape(self) -> ModelShape | None:
-        """The experiment's model; from elsewhere, the one with as many parameters and no other name."""
-        if self.experiment is not None:
-            return shape_for(self.experiment)
-        known = self.settings.values
-        named = [shape for shape in SHAPES.values() if known.get("model", shape.name) == shape.name]
-        # A log that gives its model another name makes a match by parameters a guess.
-        return next((shape for shape in named if str(count_parameters(shape).total) == known.get("parameters")), None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
@@ -315,8 +287,8 @@ def sides_at(
     Args:
         paths: what to compare, the first being what the others are held against.
         reference: arm that comes first among those of a study.
-        planned: the runs of exactly these experiments are judged; None takes, for each arm, the settings that most of
-            its seeds share with the reference.
+        planned: the runs of exactly these experiments are judged; None takes the settings of most of the reference's
+            seeds, and of each other arm those that agree with them.
 
     Returns:
         The sides, every run of ours that is in none of them, and what a reader should know of the folders.
@@ -460,7 +432,7 @@ def _planned(groups: Groups, study: Study) -> dict[str, list[Experiment]]:
 
 
 def _shared(groups: Groups, reference: str) -> dict[str, list[Experiment]]:
-    """One group of each arm: that with most seeds among those that agree with the reference's, if any does."""
+    """One group of each arm: that with most seeds, among those that agree with the reference's if any does."""
 
     def size(arm: str, group: Experiment) -> tuple[int, int, str]:  # the newest decides where all else is equal
         runs = groups[arm][group]
@@ -472,13 +444,10 @@ def _shared(groups: Groups, reference: str) -> dict[str, list[Experiment]]:
         agreeing = [group for group in groups[arm] if of is not None and not differing_settings(group, of)]
         return max(agreeing or groups[arm], key=lambda group: size(arm, group))
 
-    def support(of: Experiment) -> tuple[int, tuple[int, int, str]]:
-        nearest = {arm: best(arm, of) for arm in groups.keys() - {reference}}
-        seeds = [size(arm, group)[0] for arm, group in nearest.items() if not differing_settings(group, of)]
-        return size(reference, of)[0] + sum(seeds), size(reference, of)
-
-    of = max(groups[reference], key=support) if reference in groups else None
-    return {arm: [of] if of is not None and arm == reference else [best(arm, of)] for arm in groups}
+    if reference not in groups:
+        return {arm: [best(arm, None)] for arm in groups}
+    of = best(reference, None)
+    return {arm: [of] if arm == reference else [best(arm, of)] for arm in groups}
 
 
 def _sides_from_elsewhere(path: Path) -> Iterator[Side]:
@@ -520,8 +489,8 @@ def _with_own_names(sides: Sequence[Side]) -> Iterator[Side]:
     """Number sides of one label: two logs may both be called ``train.log``, in folders that are nobody's business."""
     used: set[str] = set()
     for side in sides:
-        labels = chain([side.label], (f"{side.label} ({number})" for number in count(2)))
-        label = next(label for label in labels if label not in used)
-        name = side.name if label == side.label and side.name not in used else label
+        numbered = (f"{side.label} ({number})" for number in count(2))
+        label = next(label for label in chain([side.label], numbered) if label not in used)
+        name = side.name if label == side.label else label
         used |= {name, label}
         yield replace(side, name=name, label=label)

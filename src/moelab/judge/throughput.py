@@ -14,16 +14,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict
 
 from moelab.data import read_json, read_yaml
 from moelab.errors import BadInput
 from moelab.files import finite_or_none
-from moelab.judge.arms import arm_label, contrast, require_names, seeds_words
+from moelab.judge.arms import arm_label, contrast, seeds_words
 from moelab.judge.equivalence import Interval, t_interval
 from moelab.runs.table import throughput_rows
 
@@ -120,7 +120,7 @@ def arm_throughput(table: pd.DataFrame, *, warmup_steps: int = 3) -> list[ArmThr
         warmup_steps: Steps discarded at the start of a run: compilation, allocator growth, NCCL set-up.
 
     Raises:
-        BadInput: No step with a throughput is left, or the table has unnamed runs.
+        BadInput: No step with a throughput is left.
     """
     results = []
     for arm, logs in _seed_logs(table, warmup_steps).items():
@@ -193,7 +193,6 @@ def interaction(
 
 def _seed_logs(table: pd.DataFrame, warmup_steps: int) -> dict[str, dict[int, float]]:
     """Log of the median throughput by arm and seed, sorted; several runs of one seed count as one, by their mean."""
-    require_names(table)
     rows = throughput_rows(table, warmup_steps=warmup_steps)
     if rows.empty:
         raise BadInput(
@@ -218,72 +217,21 @@ def _mapped_back(logs: list[float]) -> tuple[float, Interval]:
 
 # What was published
 
-Label = Literal["measured", "derived", "quoted"]
-"""How the project knows a figure: measured here, derived by a formula, or quoted from a source."""
-
-
-class _Known(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    source: str
-    label: Label
-
-
-class Setup(_Known):
-    """Model, cluster and parallel layout of a published run; ``fsdp`` None is TorchTitan's automatic degree."""
-
-    model: str
-    seq_len: int
-    local_batch: int
-    tp: int
-    pp: int
-    dp_replicate: int
-    fsdp: int | None
-    cp: int
-    ep: int
-    etp: int
-    steps: int
-    hardware: str
-    software: str
-    lr: float
-    warmup_steps: int
-
-
-class PublishedThroughput(_Known):
-    """Throughput of one published arm in tokens per second per GPU."""
-
-    arm: str
-    tps: float
-
-
-class PublishedGain(_Known):
-    """How much faster one published arm is than another, in percent."""
-
-    baseline: str
-    arm: str
-    percent: float
-
-
 _CONTENT: dict[str, Any] = read_yaml("published.yaml")
 SOURCE: str = _CONTENT["source"]
-# Where a row names no source of its own.
-_KNOWN = {"source": SOURCE, "label": _CONTENT["label"]}
+
+
+def _published(name: str) -> list[SimpleNamespace]:
+    """The rows of a table, each with its ``source`` and its ``label``: those of the file where it names none."""
+    known = {"source": SOURCE, "label": _CONTENT["label"]}
+    return [SimpleNamespace(**{**known, **row}) for row in _CONTENT[name]]
+
+
 # The two published runs share most of their set-up; each names what is its own.
 THROUGHPUT_SETUP, CONVERGENCE_SETUP = (
-    Setup(**{**_KNOWN, **_CONTENT["shared"], **_CONTENT[name]}) for name in ("throughput_setup", "convergence_setup")
+    SimpleNamespace(**{**_CONTENT["shared"], **_CONTENT[name]}) for name in ("throughput_setup", "convergence_setup")
 )
-THROUGHPUT = tuple(PublishedThroughput(**{**_KNOWN, **row}) for row in _CONTENT["throughput"])
-GAINS = tuple(PublishedGain(**{**_KNOWN, **row}) for row in _CONTENT["gains"])
-
-
-def published_tps(arm: str) -> PublishedThroughput | None:
-    """Published throughput of an arm, or None for one that was not published.
-
-    Example:
-        >>> published_tps("mxfp8_deepep").tps
-        918.0
-    """
-    return next((row for row in THROUGHPUT if row.arm == arm), None)
+THROUGHPUT, GAINS = _published("throughput"), _published("gains")
 
 
 # What was measured on thin models

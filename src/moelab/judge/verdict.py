@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from statsmodels.stats.multitest import multipletests
 
 from moelab.errors import BadInput
 from moelab.files import finite_or_none
-from moelab.judge.arms import contrast, require_names, require_one_run_a_seed, seed_names, seeds_words
+from moelab.judge.arms import contrast, seed_names, seeds_words
 from moelab.judge.equivalence import (
     MAX_SEEDS_SEARCHED,
     MIN_SEEDS,
@@ -88,36 +87,27 @@ class OtherAttempt:
         return abs(self.nats) > bound and not self.usual.low <= self.nats <= self.usual.high
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ArmSeeds:
-    """What became of each seed of one arm: a finite loss in nats per token, a divergence, or nothing, and why."""
+    """What became of each seed of one arm: a finite loss in nats per token, a divergence, or nothing, and why.
 
-    losses: Mapping[int, float]
-    diverged: Mapping[int, str]
-    lost: Mapping[int, str]
-    changes: Mapping[int, float]  # of a loss within the steps that it is a mean of, by a straight line
-    unmatched: Mapping[int, float]  # mean losses of last steps of which the other arm logged none
+    Each seed counts once: a finite loss counts, whatever became of another attempt, and then a divergence.
+    """
+
+    losses: Mapping[int, float] = field(default_factory=dict)
+    diverged: Mapping[int, str] = field(default_factory=dict)
+    lost: Mapping[int, str] = field(default_factory=dict)
+    changes: Mapping[int, float] = field(default_factory=dict)  # of a loss within the steps of its mean, by a line
+    unmatched: Mapping[int, float] = field(default_factory=dict)  # means of last steps of which the other logged none
     attempts: tuple[OtherAttempt, ...] = ()  # that are not judged, also those of the reference
 
-    @classmethod
-    def of(
-        cls,
-        losses: Mapping[int, float] = MappingProxyType({}),
-        diverged: Mapping[int, str] = MappingProxyType({}),
-        lost: Mapping[int, str] = MappingProxyType({}),
-        *,
-        changes: Mapping[int, float] = MappingProxyType({}),
-        unmatched: Mapping[int, float] = MappingProxyType({}),
-        attempts: tuple[OtherAttempt, ...] = (),
-    ) -> ArmSeeds:
-        """Each seed once: a finite loss counts, whatever became of another attempt, and then a divergence."""
-        # A table's numbers are numpy's, which JSON does not know.
-        finite = {int(seed): float(loss) for seed, loss in losses.items() if math.isfinite(loss)}
-        failed = {int(seed): f"loss is {loss}" for seed, loss in losses.items() if not math.isfinite(loss)}
-        failed |= {int(seed): reason for seed, reason in diverged.items() if seed not in finite}
-        gone = {int(seed): reason for seed, reason in lost.items() if seed not in finite and seed not in failed}
-        apart = {int(seed): float(loss) for seed, loss in unmatched.items()}
-        return cls(losses=finite, diverged=failed, lost=gone, changes=changes, unmatched=apart, attempts=attempts)
+    def __post_init__(self) -> None:
+        finite = {int(seed): float(loss) for seed, loss in self.losses.items() if math.isfinite(loss)}
+        failed = {int(seed): f"loss is {loss}" for seed, loss in self.losses.items() if not math.isfinite(loss)}
+        failed |= {int(seed): reason for seed, reason in self.diverged.items() if seed not in finite}
+        gone = {int(seed): reason for seed, reason in self.lost.items() if seed not in {**finite, **failed}}
+        for name, value in (("losses", finite), ("diverged", failed), ("lost", gone)):
+            object.__setattr__(self, name, value)
 
     @property
     def known(self) -> set[int]:
@@ -171,10 +161,7 @@ class Verdict:
 
     @property
     def answer_words(self) -> str:
-        """The answer, and for an equivalent arm the shift that it has all the same, or that it has none at all."""
-        # Training is not that exact on GPUs: equal digits are more likely one run than two.
-        if self.answer is Answer.EQUIVALENT and all(self.arm_losses[k] == self.reference_losses[k] for k in self.seeds):
-            return f"{self.answer}, and the same to the last digit: both may have run the same, or be copies"
+        """The answer, and for an equivalent arm the shift that it has all the same."""
         if self.answer is Answer.EQUIVALENT and self.excludes_zero:
             return f"{self.answer}, with a shift of {self.mean_difference_nats:+.4f} nats"
         return str(self.answer)
@@ -250,10 +237,8 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     the text of a step is the same in all.
 
     Raises:
-        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss, unnamed runs or two of a seed.
+        BadInput: ``final_fraction`` is outside (0, 1], or the table has no loss.
     """
-    require_names(table)
-    require_one_run_a_seed(table)
     if table["loss"].notna().sum() == 0:
         raise BadInput("the table has no loss: collect a run that logged at least one step")
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
@@ -298,7 +283,7 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
             else:
                 losses[seed] = means[key]
         own_changes = {seed: changes[str(arm), seed] for seed in losses if (str(arm), seed) in changes}
-        seeds[str(arm)] = ArmSeeds.of(losses, diverged, lost, changes=own_changes, unmatched=unmatched)
+        seeds[str(arm)] = ArmSeeds(losses, diverged, lost, changes=own_changes, unmatched=unmatched)
     if expected:
         first_step, last_step = int(averaged_RS.columns[0]), int(averaged_RS.columns[-1])
     return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step, final_fraction=final_fraction)
@@ -309,11 +294,6 @@ def recovered_spikes(rows: pd.DataFrame) -> list[int]:
 
     It is held against the median of the twenty logged steps before, and the run must end below that again.
     """
-    logged = rows["loss"].to_numpy(dtype=float)
-    logged = logged[np.isfinite(logged)]
-    # Medians of thousands of runs take seconds, and few have a step so far above any before.
-    if not (logged - np.minimum.accumulate(logged) > SPIKE_NATS).any():
-        return []
     losses = merge_segments(rows).set_index("step")["loss"].where(np.isfinite).dropna()
     before = losses.rolling(20, min_periods=1).median().shift()
     spikes = losses.index[(losses > before + SPIKE_NATS) & (losses.iloc[-1:].sum() < before + SPIKE_NATS)]
@@ -413,8 +393,8 @@ def judge(
         BadInput: An option is out of range.
 
     Example:
-        >>> reference = ArmSeeds.of({0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61})
-        >>> arm = ArmSeeds.of({0: 3.603, 1: 3.645, 2: 3.571, 3: 3.614})
+        >>> reference = ArmSeeds({0: 3.60, 1: 3.64, 2: 3.57, 3: 3.61})
+        >>> arm = ArmSeeds({0: 3.603, 1: 3.645, 2: 3.571, 3: 3.614})
         >>> str(judge(arm, reference, arm="mxfp8_standard", reference="bf16_standard").answer)
         'equivalent'
     """
@@ -595,6 +575,9 @@ def _of_one_run(pair: _Pair) -> Iterator[str]:
             near.append(f"those of {name} within {apart:.5f} nats")
         elif equal:
             near.append(f"{seed_names(equal)} of {name} to the last digit")
+    # Training is not that exact on GPUs: equal digits are more likely one run than two.
+    if pair.verdict.answer is Answer.EQUIVALENT and pair.verdict.arm_losses == pair.verdict.reference_losses:
+        near.append("both arms to the last digit")
     if near:
         yield (
             f"seeds end closer together than rounding alone moves a loss ({floor:.4f} nats), {' and '.join(near)}: "

@@ -31,12 +31,11 @@ import moelab
 from moelab.errors import BadInput
 from moelab.files import write_whole
 from moelab.judge.arms import arm_label, contrast
-from moelab.judge.report import Report, final_loss, span_of
+from moelab.judge.report import Report, span_of
 from moelab.judge.sides import SPEED_PACKAGES, differing_values
 from moelab.judge.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.settings import spread
-from moelab.runs.table import throughput_rows
 from moelab.viz.study import (
     expert_load_figure,
     loss_curves,
@@ -194,7 +193,7 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
         same_settings=" · ".join(f"{name} {value}" for name, value in first.items() if name in same),
         verdicts=[*judged.verdicts, *judged.held_out],
         figures=report_figures(judged),
-        tables=report_tables(judged),
+        tables=[runs_table(judged)],
         provenance=provenance(judged),
         notes=judged.notes,
         with_paths=with_paths,
@@ -278,46 +277,26 @@ def throughput_figure(judged: Report) -> go.Figure:
     return throughput_bars(judged.throughput, gains=judged.gains, styles=_styles(judged), note=note)
 
 
-def report_tables(judged: Report) -> list[TableView]:
-    """The tables of a report: every run, and the MFU of those whose model and GPU are known."""
-    medians = {(arm.arm, seed): tps for arm in judged.throughput for seed, tps in arm.tps_by_seed.items()}
-    names = {side.label: side.name for side in judged.sides}
-    chips = {one.label: spread(one.facts.get("hardware", [])) or None for one in judged.sides if one.experiment is None}
-    tps = f"tokens/s {judged.rank_words}"
-    memory = "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB"
-    rows = []
-    for label, one in judged.attempts:
-        run = one.collected
-        rows.append(
-            {
-                "arm": label,
-                "seed": None if one.seed is None else str(one.seed),  # a name: 2026, and not the quantity 2,026
-                "status": "unknown" if run is None else str(run.status.state) if one.reason else run.status.in_words(),
-                "steps": run.last_step if run else None,
-                "final loss, nats": final_loss(run, judged.final_fraction) if run else None,
-                "held-out loss, nats": run.validation_loss if run else None,
-                tps: None if one.reason else medians.get((names.get(label, ""), one.seed or 0)),
-                memory: float(run.rows["memory_gib"].max()) if run else None,
-                "machine": run.environment.machine if run and run.environment else chips.get(label),
-                "not judged, as": one.reason or None,
-            }
-        )
-    decimals = dict.fromkeys(("final loss, nats", "held-out loss, nats"), 4) | {tps: 0, memory: 2}
-    # As objects: beside a missing value pandas would make floats of whole numbers.
-    tables = [TableView(frame=pd.DataFrame(rows, dtype=object), summary="Runs", decimals=decimals, label="measured")]
-    mfu = []
-    for side in judged.sides:
-        speeds = [one.tps for one in judged.throughput if one.arm == side.name]
-        counts = [side.mfu_percent(tps, causal=causal) for tps in speeds for causal in (False, True)]
-        if counts and math.isfinite(counts[0]):
-            logged = throughput_rows(side.timed, warmup_steps=0)["mfu"].median()
-            mfu.append([side.label, logged, *counts])
-    if mfu and not judged.on_cpu:
-        columns = ["run", "as the log says", "TorchTitan's count", "causal count"]
-        title = "MFU, % of the GPU's BF16 peak; the counts differ in attention alone"
-        frame = pd.DataFrame(mfu, columns=columns)
-        tables.append(TableView(frame=frame, summary=title, decimals=dict.fromkeys(columns, 2), label="derived"))
-    return tables
+def runs_table(judged: Report) -> TableView:
+    """Every run with its numbers, and the reason of each that is not judged."""
+    names = {
+        "side": "arm",
+        "seed": "seed",
+        "status": "status",
+        "steps": "steps",
+        "final_loss_nats": "final loss, nats",
+        "held_out_loss_nats": "held-out loss, nats",
+        "tps": f"tokens/s {judged.rank_words}",
+        "memory_gib": "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB",
+        "machine": "machine",
+        "used": "judged",
+        "reason": "reason",
+    }
+    decimals = dict(zip(names.values(), (0, 0, 0, 0, 4, 4, 0, 2, 0, 0, 0), strict=True))
+    # As objects: beside a missing value pandas would make floats of whole numbers. A seed is a name: 2026, not 2,026.
+    rows = [row | {"seed": row["seed"] if row["seed"] is None else str(row["seed"])} for row in judged.rows]
+    frame = pd.DataFrame(rows, columns=[*names], dtype=object).rename(columns=names)
+    return TableView(frame=frame, summary="Runs", decimals=decimals, label="measured")
 
 
 def provenance(judged: Report) -> dict[str, str]:

@@ -17,9 +17,9 @@ import plotly.graph_objects as go
 from scipy import stats
 
 from moelab.errors import BadInput
-from moelab.judge.arms import contrast, require_names, require_one_run_a_seed
+from moelab.judge.arms import contrast
 from moelab.judge.report import Difference
-from moelab.judge.throughput import GAINS, SOURCE, THROUGHPUT_SETUP, ArmThroughput, Gain, published_tps
+from moelab.judge.throughput import GAINS, SOURCE, THROUGHPUT, THROUGHPUT_SETUP, ArmThroughput, Gain
 from moelab.judge.verdict import Answer, ArmSeeds, Verdict, first_final_step, judge
 from moelab.runs.expert_load import ExpertLoad
 from moelab.runs.table import merge_segments
@@ -58,14 +58,8 @@ GREEN = "rgba(0,158,115,{})"
 
 
 def seed_curves(table: pd.DataFrame, arm: str, column: str = "loss") -> pd.DataFrame:
-    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value; segments are merged here.
-
-    Raises:
-        BadInput: if the table has unnamed runs, or two of a seed.
-    """
-    require_names(table)
+    """A column of one arm: steps (index) by seeds (columns), NaN where a run has no value; segments are merged here."""
     rows = table[table["arm"] == arm]
-    require_one_run_a_seed(rows)
     return merge_segments(rows).pivot(index="step", columns="seed", values=column).sort_index()
 
 
@@ -302,8 +296,8 @@ def verdict_examples() -> go.Figure:
     }
     judged = {
         name: judge(
-            ArmSeeds.of({seed: reference[seed] + shift for seed, shift in enumerate(own)}),
-            ArmSeeds.of(reference),
+            ArmSeeds({seed: reference[seed] + shift for seed, shift in enumerate(own)}),
+            ArmSeeds(reference),
             arm="mxfp8_standard",
             reference="bf16_standard",
         )
@@ -370,14 +364,15 @@ def published_bars() -> go.Figure:
     Nothing here was measured by moelab.
     """
     gains = {gain.arm: f"{gain.percent:+.1f} %" for gain in GAINS if gain.baseline == "bf16_standard"}
-    published = {arm: published_tps(arm) for arm in TWO_BY_TWO}
+    known = {row.arm: row.tps for row in THROUGHPUT}
+    published = {arm: known.get(arm) for arm in TWO_BY_TWO}
     setup = THROUGHPUT_SETUP
     return _arm_rows(
         "The published throughput: MXFP8 alone is missing",
-        {arm: row.tps if row else 0.0 for arm, row in published.items()},
+        {arm: tps or 0.0 for arm, tps in published.items()},
         [
-            f"<b>{row.tps:,.0f}</b> ({gains.get(arm, 'baseline')})" if row else "not published"
-            for arm, row in published.items()
+            f"<b>{tps:,.0f}</b> ({gains.get(arm, 'baseline')})" if tps else "not published"
+            for arm, tps in published.items()
         ],
         subtitle=f"{setup.model}, {setup.hardware.split(':')[0]}, sequences of {setup.seq_len:,} tokens, "
         f"TP {setup.tp}, PP {setup.pp}, EP {setup.ep}, forced balance. n = 1 run of {setup.steps} steps per arm; no "
