@@ -5,7 +5,7 @@ and a weight that were rounded to a few evenly spaced values for each block of 3
 step is a block's largest magnitude over 3 or 1. Gradients pass straight through the rounding, and are not rounded; the
 products of the backward pass take the rounded operands. The rest of the model is BF16, as in every other arm::
 
-    moelab run studies/convergence_gpu.yaml        # whose control has overrides: [benchmarks.convergence_control.NAME]
+    moelab run studies/convergence_gpu.yaml        # whose arm has overrides: [benchmarks.convergence_control.NAME]
 
 It is no format that anybody trains in. MXFP8's E4M3 has 253 values, and NVFP4's E2M1 15.
 """

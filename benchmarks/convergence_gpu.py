@@ -10,7 +10,7 @@ runs side by side on one GPU, and packs the small files of each run that has end
 
 ``unfold`` makes run directories of the results alone, and the same ``moelab report`` judges them that judges runs.
 
-Runs go in an order in which every piece can be judged: BF16, MXFP8 and the control seed by seed, then the other arms
+Runs go in an order in which every piece can be judged: BF16, MXFP8 and the controls seed by seed, then the other arms
 with three seeds each, one after the other. A machine that goes away loses the runs in flight and no other. Runs side by
 side share the GPU, so their tokens/s say nothing about speed; their losses do not know of each other.
 """
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "convergence_gpu.yaml"
 RESULTS = ROOT / "benchmarks" / "results" / "convergence_h200.json"
 FEW_SEEDS = 3
-JUDGED_FIRST = 3
+JUDGED_FIRST = 4
 """Arms, the first of the study, that come first and get all seeds; the others get ``FEW_SEEDS``."""
 KEPT = (
     "experiment.yaml",
@@ -53,9 +53,8 @@ KEPT = (
     "launch",
     "logs/train.log",
 )
-EVERY_STEP_FROM, THINNED_TO = 1201, 10
-"""Steps from here on are all in the results, as a verdict averages the last tenth or fifth; of earlier ones each tenth.
-Gradient norms are thinned throughout."""
+THINNED_TO = 10
+"""Of gradient norms each tenth is in the results; of losses all."""
 MODULES = re.compile(r"moelab: \d+ modules multiply in 8 bits \((\w+) kernels\): (.+)")
 POLL_S = 1.0
 
@@ -194,14 +193,10 @@ def facts_of(run: Path) -> dict[str, Any]:
         "steps_s": round(rows[-1]["time"] - rows[0]["time"]),
         "environment": json.loads((run / "environment.json").read_text()),
         "in_8_bits": {"kernels": modules[1], "modules": modules[2].split(", ")} if modules else None,
-        "loss": [
-            [row["step"], row["loss"]]
-            for row in rows
-            if row["step"] >= EVERY_STEP_FROM or row["step"] % THINNED_TO == 0
-        ],
-        "held_out": [[row["step"], row["loss"]] for row in read["validation"]],
-        "grad_norm": [[row["step"], row["grad_norm"]] for row in rows if row["step"] % THINNED_TO == 0],
-        "memory_gib": max(row["memory_gib"] for row in rows),
+        "loss": [[row["step"], round(row["loss"], 5)] for row in rows],
+        "held_out": [[row["step"], round(row["loss"], 5)] for row in read["validation"]],
+        "grad_norm": [[row["step"], round(row["grad_norm"], 4)] for row in rows if row["step"] % THINNED_TO == 0],
+        "memory_gib": round(max(row["memory_gib"] for row in rows), 2),
         "expert_load": {
             "of": "the recorded steps of the last tenth: share of a layer's tokens that each expert gets",
             "share": {str(layer): (row / row.sum()).round(4).tolist() for layer, row in last.iterrows()},

@@ -366,6 +366,7 @@ def test_arms_of_other_lengths_are_judged_where_the_shorter_ends(tmp_path: Path)
     ("by", "seen"),
     [
         (0.3, ": different, so this study sees a change of this size."),
+        (0.032, ": insufficient data, so this study sees the change, but not that it is larger than the margin."),
         (0.001, "so a change of this size is within the"),
     ],
 )

@@ -621,7 +621,7 @@ def _same_loss(report: Report) -> str:
 
 def _judged_loss(report: Report) -> str:
     first, held_out = report.arms[0], {verdict.arm: verdict for verdict in report.held_out}
-    openings, controls = [], []
+    openings, controls = [], dict[_Opening, Verdict]()
     for side, verdict in zip(report.arms[1:], report.verdicts, strict=True):
         is_at_equal_settings = not differing_settings(side.experiment, first.experiment)
         own = _Opening.of(verdict, held_out.get(side.name), is_at_equal_settings)
@@ -629,17 +629,20 @@ def _judged_loss(report: Report) -> str:
         # A control has the reference's number formats and exchange, and differs in another setting on purpose.
         differing = side.experiment.differences(first.experiment) if side.experiment and first.experiment else ()
         if report.study is not None and differing and not ARM_FIELDS & {*differing}:
-            controls.append(own)
+            controls[own] = verdict
     if len(controls) == len(openings):
-        controls = []  # they are what the study asks about
+        controls.clear()  # they are what the study asks about
     by_word: dict[str, list[str]] = {}  # arms of one answer share its word; the worst answer comes first
     for _, own in sorted(openings, key=lambda each: -each[1].severity):
         if own not in controls:
             by_word.setdefault(own.word, []).append(own.words)
     answers = [f"{word}: {_joined(words)}" for word, words in by_word.items()]
-    seen = {0: "so a change of this size is within the margin", 1: "so it does not say whether such a change is seen"}
-    different = "so this study sees a change of this size"
-    answers += [f"As a control, {own.words}, {seen.get(own.severity, different)}." for own in controls]
+    seen = {0: "so a change of this size is within the margin", 2: "so this study sees a change of this size"}
+    for own, verdict in controls.items():
+        undecided = "so it does not say whether such a change is seen"
+        if not verdict.decided_by and verdict.excludes_zero:
+            undecided = "so this study sees the change, but not that it is larger than the margin"
+        answers.append(f"As a control, {own.words}, {seen.get(own.severity, undecided)}.")
     answers += [
         words if len(openings) == 1 else f"{side.label}: {words}"
         for side, own in openings
