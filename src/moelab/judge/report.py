@@ -643,11 +643,12 @@ def _judged_loss(report: Report) -> str:
         if not verdict.decided_by and verdict.excludes_zero:
             undecided = "so this study sees the change, but not that it is larger than the margin"
         answers.append(f"As a control, {own.words}, {seen.get(own.severity, undecided)}.")
-    answers += [
-        words if len(openings) == 1 else f"{side.label}: {words}"
-        for side, own in openings
-        for words in (*own.cautions, *caveats(side, first))
-    ]
+    for (side, own), verdict in zip(openings, report.verdicts, strict=True):
+        arm, _, _ = contrast(verdict.arm, verdict.reference)
+        answers += [
+            words if len(openings) == 1 or arm in words else f"{side.label}: {words}"
+            for words in (*own.cautions, *caveats(side, first))
+        ]
     return " ".join(answers)
 
 
