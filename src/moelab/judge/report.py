@@ -9,7 +9,7 @@ recorded of a log is missing, which is NaN here and a dash for the reader.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -235,40 +235,6 @@ class Report:
             others = [(f"{study_of(one.run)}: {name}" if one.arm else name, one) for name, one in others]
         return own + others
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Every run for a table and for a program; what is missing is null."""
-        medians = {(arm.arm, seed): tps for arm in self.throughput for seed, tps in arm.tps_by_seed.items()}
-        sides = {side.label: side for side in self.sides}
-        rows = []
-        for label, one in self.attempts:
-            run, side, known = one.collected, sides.get(label), one.collected.environment if one.collected else None
-            chip = side.facts.get("hardware") if side is not None and side.experiment is None else None
-            numbers = {
-                "final_loss_nats": final_loss(run, self.final_fraction) if run else math.nan,
-                "held_out_loss_nats": run.validation_loss if run else math.nan,
-                "tps": medians.get((side.name if side and not one.reason else "", one.seed or 0), math.nan),
-                "memory_gib": float(run.rows["memory_gib"].max()) if run else math.nan,
-            }
-            reason = one.reason or (run.status.reason if run else None)
-            rows.append(
-                {
-                    "side": label,
-                    "run": one.run,
-                    "arm": one.arm,
-                    "seed": one.seed,
-                    "status": run.status.state.value if run else "unknown",
-                    "steps": run.last_step if run else 0,
-                    **{name: finite_or_none(number) for name, number in numbers.items()},
-                    "machine": known.machine if known else spread(chip or []) or None,
-                    "versions": known.versions if known else {},
-                    "damaged": list(run.damaged) if run else [],
-                    "used": not one.reason,
-                    **({"reason": reason} if reason else {}),
-                }
-            )
-        return rows
-
     def _why_unused(self, side: Side, run: Collected) -> str:
         if side.experiment is None:
             return ""
@@ -282,7 +248,7 @@ class Report:
     @cached_property
     def verdicts(self) -> Sequence[Verdict]:
         """Convergence of every other arm, on the final training loss; none where a run is from elsewhere."""
-        return correct_for_arms([self._verdict(side, self._final_of(side)) for side in self.arms[1:]])
+        return correct_for_arms([_verdict(self, side, self._final_of(side)) for side in self.arms[1:]])
 
     def _final_of(self, side: Side) -> FinalLosses:
         """Final losses of an arm and the reference at the steps that both logged, whatever a third arm did."""
@@ -305,35 +271,7 @@ class Report:
         validated = [side for side in self.arms if seeds[side.name].losses or seeds[side.name].diverged]
         judged = validated[1:] if self.arms[0] in validated else []
         final = FinalLosses(seeds=seeds, final_fraction=self.final_fraction)
-        return correct_for_arms([self._verdict(side, final) for side in judged])
-
-    def _verdict(self, side: Side, final: FinalLosses) -> Verdict:
-        """Judge an arm against the reference, and say in what else they differ."""
-        first, seeds = self.arms[0], {}
-        for one in (first, side):
-            known = final.seeds.get(one.name, ArmSeeds())
-            seeds[one.name] = ArmSeeds(
-                known.losses,
-                {**one.diverged_seeds, **known.diverged},
-                {**one.lost_seeds, **known.lost},
-                changes=known.changes,
-                unmatched=known.unmatched,
-                attempts=() if one is first else tuple(_other_attempts(side, first, final)),
-            )
-        # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
-        model = first.experiment
-        assert model is not None
-        (verdict,) = compare_convergence(
-            replace(final, seeds=seeds),
-            reference=first.name,
-            # Rows of the embedding that no token uses are never predicted, after a few steps.
-            untrained_nats=math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
-            lr_warmup_steps=model.warmup_steps,
-            margin_nats=self.margin_nats,
-            margin_cap_nats=self.margin_cap_nats,
-            dropped_seeds=self.dropped_seeds,
-        )
-        return replace(verdict, findings=(*verdict.findings, *caveats(side, first)))
+        return correct_for_arms([_verdict(self, side, final) for side in judged])
 
     @cached_property
     def differences(self) -> Sequence[Difference]:
@@ -450,37 +388,6 @@ class Report:
         first = [f"{notes[0]}, and {len(notes) - 1} more runs"] if len(notes) > 1 else notes  # the rest is in `notes`
         return "; ".join(filter(None, [self.origin, self.emulation_note, *diverged, *first]))
 
-    @property
-    def notes(self) -> list[str]:
-        """What a reader must know before the numbers."""
-        named = {side.label for side in self.arms}  # whose runs without a result a verdict names
-        left_out = [
-            (one.reason, label, one.seed)
-            for label, one in self.attempts
-            if one.reason and (one in self.not_judged or (label not in named and one.seed not in self.dropped_seeds))
-            # An attempt that another one replaced stands in the table of runs alone, unless it diverged.
-            if not one.is_replaced or (one.collected and one.collected.diverged)
-        ]
-        of_runs = (
-            (words, side.label, run.seed)
-            for side in self.sides
-            for run in side.attempted
-            for words in (*run.damaged, *run.notes, *_spike_words(run))
-        )
-        unknown = [("no configuration can be read", side.label, None) for side in self.sides if not side.values]
-        unfinished = [side.unfinished for side in self.sides if side not in self.arms and self.study is None]
-        dropped = f"dropped from every arm, as requested: {seed_names(self.dropped_seeds)}"
-        return [
-            *self.grad_norm_notes,
-            *(f"left out: {names}: {words}" for words, names in _by_words(left_out)),
-            *([dropped] if self.dropped_seeds else []),
-            *filter(None, unfinished),
-            *self.speed_notes,
-            *(f"{names}: {words}" for words, names in _by_words([*unknown, *of_runs])),
-            *filter(None, [self.origin]),
-            *self.discovery_notes,
-        ]
-
     @cached_property
     def summary(self) -> dict[str, str]:
         """What a reader asks first, each question with its answer in a sentence."""
@@ -488,16 +395,32 @@ class Report:
         faster, same_loss = (_faster(self), _same_loss(self)) if self.others else (alone, alone)
         return {"Faster?": faster, "Same loss?": same_loss, "On what?": _on_what(self)}
 
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a reader must know before the numbers."""
+        return _notes(self)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Every run for a table and for a program; what is missing is null."""
+        medians = {(arm.arm, seed): tps for arm in self.throughput for seed, tps in arm.tps_by_seed.items()}
+        sides = {side.label: side for side in self.sides}
+        return [_row(self, one, label, sides.get(label), medians) for label, one in self.attempts]
+
+    @property
+    def finished_of_all(self) -> int:
+        """How many runs of ours trained every step, those that are not judged among them."""
+        return sum(one.collected is not None and one.collected.finished for _, one in self.attempts)
+
     def as_text(self) -> str:
         """The findings as sentences: the three of the summary, then each with its numbers."""
-        runs = [one.collected for _, one in self.attempts if one.collected is not None and one.arm]
-        finished, judged = sum(run.finished for run in runs), len(self.finished)
-        counts = f"{finished} of {len(self.attempts)} runs finished{f', {judged} of them judged' * (judged < finished)}"
+        finished, judged, every = self.finished_of_all, len(self.finished), len(self.attempts)
+        counts = f"{finished} of {every} runs finished{f', {judged} of them judged' * (judged < finished)}"
         settings = differing_values(self.sides).items() if self.study is None else []
         return "\n".join(
             [
                 *(f"{question} {answer}" for question, answer in self.summary.items()),
-                *([counts] if runs else []),
+                *([counts] if any(one.arm for _, one in self.attempts) else []),
                 *(verdict.sentence() for verdict in self.verdicts),
                 *(f"Held-out text: {verdict.sentence()}" for verdict in self.held_out),
                 *(one.sentence() for one in self.differences),
@@ -511,11 +434,10 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The numbers for a program; what is missing is null."""
-        runs = [one.collected for _, one in self.attempts if one.collected is not None]
         return {
             "study": self.study,
             "summary": self.summary,
-            "finished": sum(run.finished for run in runs),
+            "finished": self.finished_of_all,
             "judged": len(self.finished),
             "runs": self.rows,
             "verdicts": [one.to_json() for one in [*self.verdicts, *self.held_out]],
@@ -582,6 +504,64 @@ def judge_study(path: Path, *, study: Study | None = None, **options: Any) -> Re
         studies = sorted({study_of(run.run) for side in report.sides for run in side.attempted if run.arm})
         raise BadInput(f"{path} holds several studies; give the folder of one: {', '.join(studies)}")
     return report
+
+
+def _notes(report: Report) -> list[str]:
+    named = {side.label for side in report.arms}  # whose runs without a result a verdict names
+    left_out = [
+        (one.reason, label, one.seed)
+        for label, one in report.attempts
+        if one.reason and (one in report.not_judged or (label not in named and one.seed not in report.dropped_seeds))
+        # An attempt that another one replaced stands in the table of runs alone, unless it diverged.
+        if not one.is_replaced or (one.collected and one.collected.diverged)
+    ]
+    of_runs = [
+        (words, side.label, run.seed)
+        for side in report.sides
+        for run in side.attempted
+        for words in (*run.damaged, *run.notes, *_spike_words(run))
+    ]
+    unknown = [("no configuration can be read", side.label, None) for side in report.sides if not side.values]
+    unfinished = [side.unfinished for side in report.sides if side not in report.arms and report.study is None]
+    dropped = f"dropped from every arm, as requested: {seed_names(report.dropped_seeds)}"
+    return [
+        *report.grad_norm_notes,
+        *(f"left out: {names}: {words}" for words, names in _by_words(left_out)),
+        *([dropped] if report.dropped_seeds else []),
+        *filter(None, unfinished),
+        *report.speed_notes,
+        *(f"{names}: {words}" for words, names in _by_words([*unknown, *of_runs])),
+        *filter(None, [report.origin]),
+        *report.discovery_notes,
+    ]
+
+
+def _row(
+    report: Report, one: Attempt, label: str, side: Side | None, medians: Mapping[tuple[str, int], float]
+) -> dict[str, Any]:
+    run, known = one.collected, one.collected.environment if one.collected else None
+    chip = side.facts.get("hardware") if side is not None and side.experiment is None else None
+    numbers = {
+        "final_loss_nats": final_loss(run, report.final_fraction) if run else math.nan,
+        "held_out_loss_nats": run.validation_loss if run else math.nan,
+        "tps": medians.get((side.name if side and not one.reason else "", one.seed or 0), math.nan),
+        "memory_gib": float(run.rows["memory_gib"].max()) if run else math.nan,
+    }
+    reason = one.reason or (run.status.reason if run else None)
+    return {
+        "side": label,
+        "run": one.run,
+        "arm": one.arm,
+        "seed": one.seed,
+        "status": run.status.state.value if run else "unknown",
+        "steps": run.last_step if run else 0,
+        **{name: finite_or_none(number) for name, number in numbers.items()},
+        "machine": known.machine if known else spread(chip or []) or None,
+        "versions": known.versions if known else {},
+        "damaged": list(run.damaged) if run else [],
+        "used": not one.reason,
+        **({"reason": reason} if reason else {}),
+    }
 
 
 # What a report opens with
@@ -677,6 +657,35 @@ def final_loss(run: Collected, final_fraction: float) -> float:
     if run.diverged or rows.empty:
         return math.nan
     return float(rows.loc[first_final_step(run.last_step, final_fraction) :].mean())
+
+
+def _verdict(report: Report, side: Side, final: FinalLosses) -> Verdict:
+    """Judge an arm against the reference, and say in what else they differ."""
+    first, seeds = report.arms[0], {}
+    for one in (first, side):
+        known = final.seeds.get(one.name, ArmSeeds())
+        seeds[one.name] = ArmSeeds(
+            known.losses,
+            {**one.diverged_seeds, **known.diverged},
+            {**one.lost_seeds, **known.lost},
+            changes=known.changes,
+            unmatched=known.unmatched,
+            attempts=() if one is first else tuple(_other_attempts(side, first, final)),
+        )
+    # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
+    model = first.experiment
+    assert model is not None
+    (verdict,) = compare_convergence(
+        replace(final, seeds=seeds),
+        reference=first.name,
+        # Rows of the embedding that no token uses are never predicted, after a few steps.
+        untrained_nats=math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
+        lr_warmup_steps=model.warmup_steps,
+        margin_nats=report.margin_nats,
+        margin_cap_nats=report.margin_cap_nats,
+        dropped_seeds=report.dropped_seeds,
+    )
+    return replace(verdict, findings=(*verdict.findings, *caveats(side, first)))
 
 
 def _held_out_of(side: Side, step: int) -> ArmSeeds:

@@ -244,48 +244,42 @@ def final_losses(table: pd.DataFrame, *, final_fraction: float = 0.1) -> FinalLo
     merged = merge_segments(table)  # of a step that a restart repeated the last value counts
     last_step = int(merged.groupby("arm")["step"].max().min())
     first_step = first_final_step(last_step, final_fraction)
-    merged = merged[merged["step"] <= last_step]
-    merged = merged.assign(loss=merged["loss"].where(np.isfinite(merged["loss"])))
-    window = merged[merged["step"] >= first_step]
+    merged = merged[merged["step"] <= last_step].assign(logged=1.0)
+    by_run: Any = merged.pivot(index="step", columns=_RUN, values=["loss", "logged"])
+    losses_SR, logged_SR = by_run["loss"].where(np.isfinite), by_run["logged"].notna()  # steps by arm and seed
+    last_SR, seen_SR = losses_SR.loc[first_step:], logged_SR.loc[first_step:]
     # An arm that logs every tenth step has no gaps: what counts is the steps that most runs of each arm logged.
-    logged = window.groupby(["arm", "step"]).size().unstack(fill_value=0)
-    usual = logged.ge(window.groupby("arm")["seed"].nunique() / 2, axis=0).all() & (
-        len(logged) == merged["arm"].nunique()
-    )
-    losses_RS = window[window["step"].isin(usual.index[usual])].pivot(index=_RUN, columns="step", values="loss")
-    expected, finite = losses_RS.shape[1], losses_RS.notna()
-    seen = window[window["step"].isin(losses_RS.columns)].groupby(_RUN).size().to_dict()
-    not_finite = window[window["loss"].isna()].groupby(_RUN)["step"].first().to_dict()
-    recovers = (finite.iloc[:, -1:].all(axis=1) & (2 * finite.sum(axis=1) >= expected)).to_dict()
-    whole = [key for key in losses_RS.index if recovers[key] and seen[key] == expected]
-    averaged_RS = losses_RS.loc[:, finite.loc[whole].all()]
-    means, changes, own_means = (
-        averaged_RS.mean(axis=1),
-        _fitted_changes(averaged_RS),
-        window.groupby(_RUN)["loss"].mean(),
-    )
-    blow_ups = _blow_ups(merged[merged.set_index(_RUN).index.isin(whole)], first_step)
-    seeds: dict[str, ArmSeeds] = {}
-    for arm, runs in merged.groupby(_RUN)["step"].max().reset_index().groupby("arm"):
-        losses, unmatched, diverged, lost = dict[int, float](), dict[int, float](), dict[int, str](), dict[int, str]()
-        for seed, end in runs[["seed", "step"]].itertuples(index=False, name=None):
-            key, lacks = (str(arm), int(seed)), expected - seen.get((arm, seed), 0)
-            if key in not_finite and not recovers.get(key):
-                diverged[seed] = f"loss is not finite at step {not_finite[key]}"
-            elif end < runs["step"].max():
-                lost[seed] = f"ended at step {end} of {runs['step'].max()}"
-            elif not expected:
-                unmatched[seed] = own_means.get(key, math.nan)
-            elif lacks:
-                lost[seed] = f"{lacks} of {expected} final steps are not in the log"
-            elif key in blow_ups:
-                diverged[seed] = blow_ups[key]
-            else:
-                losses[seed] = means[key]
-        own_changes = {seed: changes[str(arm), seed] for seed in losses if (str(arm), seed) in changes}
-        seeds[str(arm)] = ArmSeeds(losses, diverged, lost, changes=own_changes, unmatched=unmatched)
+    shares = seen_SR.loc[:, seen_SR.any()].T.groupby(level="arm").mean()
+    counts_S = (shares.reindex(merged["arm"].unique(), fill_value=0.0) >= 0.5).all()
+    expected, finite_SR = int(counts_S.sum()), last_SR[counts_S].notna()
+    lacks = expected - seen_SR[counts_S].sum()
+    recovers = finite_SR.iloc[-1:].all() & (2 * finite_SR.sum() >= expected)
+    whole = recovers & (lacks == 0)
+    averaged_SR = last_SR[counts_S][finite_SR.loc[:, whole].all(axis=1)]
+    means, changes, own_means = averaged_SR.mean(), _fitted_changes(averaged_SR), last_SR.mean()
+    blow_ups = _blow_ups(losses_SR.loc[:, whole], first_step) if whole.any() else {}
+    ends: Any = merged.groupby(_RUN)["step"].max()
+    found: dict[str, dict[str, Any]] = {}
+    for key, end in ends.items():
+        arm, seed = str(key[0]), int(key[1])
+        own = found.setdefault(arm, {name: {} for name in ("losses", "diverged", "lost", "changes", "unmatched")})
+        not_finite = last_SR.index[seen_SR[key] & last_SR[key].isna()]
+        if len(not_finite) and not recovers[key]:
+            own["diverged"][seed] = f"loss is not finite at step {not_finite[0]}"
+        elif end < ends[arm].max():
+            own["lost"][seed] = f"ended at step {end} of {ends[arm].max()}"
+        elif not expected:
+            own["unmatched"][seed] = float(own_means[key])
+        elif lacks[key]:
+            own["lost"][seed] = f"{lacks[key]} of {expected} final steps are not in the log"
+        elif key in blow_ups:
+            own["diverged"][seed] = blow_ups[key]
+        else:
+            own["losses"][seed] = means[key]
+            own["changes"] |= {seed: changes[key]} if key in changes else {}
     if expected:
-        first_step, last_step = int(averaged_RS.columns[0]), int(averaged_RS.columns[-1])
+        first_step, last_step = int(averaged_SR.index[0]), int(averaged_SR.index[-1])
+    seeds = {arm: ArmSeeds(**own) for arm, own in found.items()}
     return FinalLosses(seeds=seeds, first_step=first_step, last_step=last_step, final_fraction=final_fraction)
 
 
@@ -300,31 +294,32 @@ def recovered_spikes(rows: pd.DataFrame) -> list[int]:
     return [int(step) for step in spikes]
 
 
-def _fitted_changes(losses_RS: pd.DataFrame) -> dict[tuple[str, int], float]:
+def _fitted_changes(losses_SR: pd.DataFrame) -> dict[Any, float]:
     """By arm and seed, how far a straight line through the run's losses goes from the first step to the last."""
-    steps = losses_RS.columns.to_numpy(dtype=float)
+    steps = losses_SR.index.to_numpy(dtype=float)
     if len(steps) < 2:
         return {}
     centred = steps - steps.mean()
-    slopes = losses_RS.to_numpy() @ centred / (centred @ centred)
-    return dict(zip(losses_RS.index, slopes * (steps[-1] - steps[0]), strict=True))
+    slopes = centred @ losses_SR.to_numpy() / (centred @ centred)
+    return dict(zip(losses_SR.columns, slopes * (steps[-1] - steps[0]), strict=True))
 
 
-def _blow_ups(merged: pd.DataFrame, first_step: int) -> dict[tuple[str, int], str]:
+def _blow_ups(losses_SR: pd.DataFrame, first_step: int) -> dict[Any, str]:
     """By arm and seed, the runs that end far above where they were, in words."""
-    usual, above, words = math.inf, dict[tuple[str, int], float](), dict[tuple[str, int], str]()
-    for arm, rows in merged.groupby("arm"):
-        losses = rows.pivot(index="step", columns="seed", values="loss").ffill()
+    usual, above, words = math.inf, {}, {}
+    for _, of_arm in losses_SR.T.groupby(level="arm"):
+        losses = of_arm.T.dropna(how="all").ffill()
         window = len(losses.loc[first_step:])
         # Medians: a spike among the last steps, from which the loss came back, is no end.
         medians = losses.rolling(window, min_periods=(window + 1) // 2).median()
         # Text that becomes harder raises the loss of every arm.
         usual = min(usual, float((medians.iloc[-1] - medians.min()).median()))
-        of_seeds = (map(int, losses.columns), medians.idxmin(), medians.min(), medians.iloc[-1], losses.iloc[-1])
-        for seed, step, low, stays, ends in zip(*of_seeds, strict=True):
-            above[str(arm), seed] = max(stays - BLOW_UP_NATS, ends - SPIKE_NATS) - low
-            words[str(arm), seed] = f"loss rose from {low:.2f} nats at step {step} to {ends:.2f} at the end"
-    return {key: words[key] for key, nats in above.items() if nats > usual}
+        for run in losses:
+            low, stays, ends = medians[run].min(), medians[run].iloc[-1], losses[run].iloc[-1]
+            above[run] = max(stays - BLOW_UP_NATS, ends - SPIKE_NATS) - low
+            step = medians[run].idxmin()
+            words[run] = f"loss rose from {low:.2f} nats at step {step} to {ends:.2f} at the end"
+    return {run: words[run] for run, nats in above.items() if nats > usual}
 
 
 # From losses to the verdict

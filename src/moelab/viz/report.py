@@ -97,7 +97,7 @@ def write_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"cell": cell_text, "signed": _signed, "p_value": _p_value}
+    environment.filters |= {"cell": cell_text, "signed": _signed}
     environment.globals["contrast"] = contrast
     drawings = [_drawing(figure, clean) for figure in (figures or {}).values()]
     page = environment.get_template("report.html.j2").render(
@@ -164,10 +164,6 @@ def _signed(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{value:+.4f}"
 
 
-def _p_value(value: float) -> str:
-    return "–" if math.isnan(value) else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
-
-
 # A report's figures and tables
 
 
@@ -211,7 +207,7 @@ def _figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
         yield "Final loss of every arm, paired by seed.", verdicts_figure(judged)
     if judged.table["loss"].notna().any():
         yield "Training loss.", loss_figure(judged)
-    for verdict in judged.verdicts:
+    for verdict in [one for one in judged.verdicts if one.seeds]:
         caption = f"Difference of {arm_label(verdict.arm)} from {arm_label(verdict.reference)}, paired by seed."
         yield caption, loss_difference(judged.table, verdict, style=styles[verdict.arm], note=judged.loss_note)
     if known := [one for one in judged.differences if one.steps]:  # without a common step there is nothing to draw

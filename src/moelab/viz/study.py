@@ -32,7 +32,6 @@ from moelab.viz.draw import (
     interval_marks,
     legend_below,
     list_rows,
-    nothing_to_draw,
     over_steps,
     panels,
     thinning,
@@ -85,7 +84,6 @@ def mean_and_interval(curves: pd.DataFrame, *, level: float) -> pd.DataFrame:
 def loss_curves(
     table: pd.DataFrame,
     *,
-    finding: str = "",
     final_fraction: float = 0.1,
     styles: Mapping[str, ArmStyle] | None = None,
     note: str = "",
@@ -98,7 +96,6 @@ def loss_curves(
 
     Args:
         table: Metrics table.
-        finding: Title, where there is one.
         final_fraction: The last part, of all steps.
         styles: Looks by arm.
         note: Condition.
@@ -115,7 +112,7 @@ def loss_curves(
     # A line of one point is none.
     has_last = all(len(arm.dropna(how="all").loc[first_of_last:]) > 1 for arm in averaged.values())
     figure = panels(
-        finding or "Training loss",
+        "Training loss",
         ("all steps", f"the last {100 * final_fraction:g} %") if has_last else ("",),
         subtitle=_loss_reading(curves, averaged, max(windows.values())),
         note=note,
@@ -148,13 +145,13 @@ def _averaged_seeds(curves: pd.DataFrame) -> pd.DataFrame:
 
 def _loss_reading(curves: Mapping[str, pd.DataFrame], averaged: Mapping[str, pd.DataFrame], window: int) -> str:
     n, each = max(arm.shape[1] for arm in curves.values()), " each" if len(curves) > 1 else ""
-    smoothing = f"smoothed over {window} logged steps" if window > 1 else ""
+    smoothing = f", smoothed over {window} logged steps" if window > 1 else ""
     drawn = _thinning_words(max(len(arm) for arm in curves.values()))
     if n == 1:
-        return f"One run{each}.{f' Thin: as logged; bold: {smoothing}.' * bool(smoothing)}{drawn}"
+        return f"One run{each}{smoothing}.{drawn}"
     seeds = f"{len(drawn_seeds(n))} of {n} seeds" if len(drawn_seeds(n)) < n else "seeds"
-    mean = f"their mean{f', {smoothing}' * bool(smoothing)}"
-    return f"Thin: {seeds}; bold: {mean}; n = {span(arm.shape[1] for arm in averaged.values())} seeds{each}.{drawn}"
+    counts = span(arm.shape[1] for arm in averaged.values())
+    return f"Thin: {seeds}; bold: their mean{smoothing}; n = {counts} seeds{each}.{drawn}"
 
 
 def _thinning_words(rows: int) -> str:
@@ -170,25 +167,18 @@ def loss_difference(
 
     Args:
         table: What ``compare_convergence`` made the verdict from.
-        verdict: Without a finished seed in common it has no curves.
+        verdict: On a training loss.
         style: Look of the arm; None gives an arm of a study its own.
         note: Condition to state in the title, such as "emulated kernels".
 
     Raises:
-        BadInput: The verdict is on a held-out loss, which has no curve.
+        BadInput: The verdict is on a held-out loss or has no pair, and so no curve.
     """
-    if verdict.steps is None:
-        raise BadInput("this verdict is on a held-out loss, which has no steps: pass one of compare_convergence")
+    if verdict.steps is None or not verdict.seeds:
+        raise BadInput("this verdict has no curves: it is on a held-out loss, or the arms have no seed in common")
     first, last = verdict.steps
     arm, reference, shared = contrast(verdict.arm, verdict.reference)
     both = f" (both {shared})" if shared else ""
-    if not verdict.seeds:
-        return nothing_to_draw(
-            f"{arm} and {reference}{both} have no finished seed in common",
-            subtitle=" ".join([verdict.decided_by, *verdict.findings, verdict.settled_by]),
-            note=note,
-            height=120,
-        )
     judged = "insufficient data to judge" if verdict.answer is Answer.INSUFFICIENT else verdict.answer_words
     n = "1 seed, so no interval" if verdict.n_seeds == 1 else f"{verdict.n_seeds} seeds"
     band_words = f"; band: {100 * verdict.interval.level:g} % t interval of the mean" if verdict.n_seeds > 1 else ""
