@@ -145,28 +145,6 @@ def test_arms_of_studies_are_judged_together_also_where_a_log_is_beside_them(tmp
     assert beside.no_gain["bf16_on_h100"] == "a CPU process stands in for a GPU"
 
 
-def test_studies_of_different_lengths_are_judged_on_common_steps(tmp_path: Path) -> None:
-    for steps in (10, 20):
-        for seed, end in ENDS.items():
-            losses = [end - 0.01 * step for step in range(steps)]
-            train(tmp_path / f"of{steps}", "bf16", seed, losses, steps=steps, warmup_steps=1)
-    (one,) = compared(tmp_path / "of10", tmp_path / "of20").verdicts
-    assert (one.seeds, one.steps, one.mean_difference_nats) == ((0, 1, 2, 3), (10, 10), 0.0)
-
-
-def test_an_arm_that_diverged_differs_as_in_a_study(tmp_path: Path) -> None:
-    """Its first steps are those of the reference, so whoever looked at them alone would call it equivalent."""
-    sound = make_study(tmp_path)
-    for seed, end in ENDS.items():
-        losses = [*curve(end)[:5], math.inf]
-        train(tmp_path / "t", "bf16", seed, losses, state=State.FAILED, reason="rank 0: Loss is not finite")
-    report = compared(sound, tmp_path / "t")
-    assert [row["answer"] for row in report.to_json()["verdicts"]] == ["equivalent", "different", "equivalent"]
-    words = "4 of 4 seeds diverged in t: BF16 and not in s: BF16 (seeds 0, 1, 2, 3: loss is inf at step 6"
-    assert words in report.verdicts[-1].sentence()
-    assert report.summary["Same loss?"].startswith("No: ")
-
-
 def test_runs_of_ours_without_a_finished_one_stand_side_by_side(tmp_path: Path) -> None:
     runs = [train(tmp_path / "s", "bf16", 0, [8.0, math.inf], lr=lr, state=State.FAILED) for lr in (1e-3, 2e-3)]
     report = compared(*(run.path for run in runs))
@@ -268,9 +246,9 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     before = slow.read_text()
     prepend(fast, gpu_lines("NVIDIA B200"))
     assert compared(slow, fast).summary["On what?"].startswith("an unknown model on NVIDIA H100 and NVIDIA B200; ")
-    assert compared(slow, fast).no_gain == {"fast": "hardware NVIDIA B200 against NVIDIA H100"}
+    assert compared(slow, fast).no_gain == {"fast": "chip NVIDIA B200 against NVIDIA H100"}
     log_of(fast, falling(range(10, 41)), before, gpu_lines("NVIDIA B200"), tps=1500)
-    assert compared(slow, fast).no_gain == {"fast": "hardware NVIDIA H100, then NVIDIA B200 against NVIDIA H100"}
+    assert compared(slow, fast).no_gain == {"fast": "chip NVIDIA H100, then NVIDIA B200 against NVIDIA H100"}
 
 
 def test_logs_of_other_steps_are_not_held_against_each_other(tmp_path: Path) -> None:

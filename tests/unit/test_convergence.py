@@ -211,13 +211,6 @@ def test_a_prediction_interval_holds_one_more_value():
     assert np.mean(held) == pytest.approx(0.95, abs=ALLOWANCE)
 
 
-@pytest.mark.parametrize("n", [3, 5])  # one step of the test, and two
-def test_normal_seeds_are_rarely_said_to_be_outlying(n):
-    rng = np.random.default_rng(n)
-    alarms = [bool(outlying_seeds(dict(enumerate(rng.normal(3.6, 0.02, size=n))))) for _ in range(DRAWS)]
-    assert np.mean(alarms) <= 0.01 + 3 * math.sqrt(0.01 * 0.99 / DRAWS)
-
-
 @pytest.mark.parametrize("n", [3, 4, 5, 8, 16])
 @pytest.mark.parametrize("far", [-4.0, 0.3, 4.4])
 def test_one_seed_cannot_set_the_spread(n, far):
@@ -330,7 +323,6 @@ ANSWERS = {
         shifted(*NEAR), REFERENCE, YES, r"\+0\.0028 nats.*95 % .*\(cap 0\.0360\), n = 4 seeds: equivalent\."
     ),
     "outside of the margin": case(shifted(0.30, 0.31, 0.29, 0.30), REFERENCE, NO, r": different\.$"),
-    "better by more than the margin": case(shifted(-0.30, -0.31, -0.29, -0.30), REFERENCE, NO, r": different\.$"),
     "three seeds": case(shifted(0.001, 0.002, 0.003), REFERENCE, YES, "n = 3", margin_nats=0.05),
     "small shift": case(shifted(0.0040, 0.0041, 0.0039, 0.0040), REFERENCE, YES, r"equ.* a shift of \+0.0040 nats\."),
     "to the last digit": case(REFERENCE, REFERENCE, YES, "both arms to the last digit: they may be one run"),
@@ -351,7 +343,6 @@ ANSWERS = {
     ),
     "no seed": case(shifted(), REFERENCE, OPEN, "At least 3 common seeds are needed", margin_nats=1.0),
     "two seeds": case(shifted(0.001, 0.002), REFERENCE, OPEN, "n = 2 .*At least 3 common seeds", margin_nats=1.0),
-    "two seeds that are far off": case(shifted(1.0, 1.001), REFERENCE, OPEN, "At least 3 common", margin_nats=0.1),
     "no spread": case(SAME, SAME, OPEN, "no margin.*--margin"),
     "hardly any spread": case(
         {seed: loss + 0.001 * (seed % 2 + 1) for seed, loss in NEARLY_SAME.items()},
@@ -370,7 +361,6 @@ ANSWERS = {
     "a seed astray": case(UP_ASTRAY, ASTRAY, OPEN, r"^Insuff.*: seed 4 of .* BF16 lies.*--drop-seed 4.*cap 0\.0363"),
     "which is dropped": case(UP_ASTRAY, ASTRAY, NO, r"n = 4 .*: different.*Dropped .* seed 4\.", dropped_seeds=[4, 9]),
     "diverged": case(NAN_4, EIGHT, NO, r"^Different: 1 of 8 seeds diverged in MXFP8 and not in BF16 \(seed 4: loss"),
-    "several diverged": case(NAN_4_5, EIGHT, NO, r"^Different: 2 of 8 .*\(seeds 4, 5: loss is nan\)"),
     "all diverged": case(
         {}, EIGHT, NO, r"^Different: 8 of 8 .*\(seeds 0, 1, .*: x\)", arm_diverged=dict.fromkeys(EIGHT, "x")
     ),
@@ -381,7 +371,6 @@ ANSWERS = {
     "lost to a machine": case(LIKE_OTHERS, EIGHT, YES, "Left out, as .*: MXFP8, seed 4: x", arm_lost=WHY_4),
     "diverged unlike nothing": case(NAN_4, OTHERS, OPEN, "which has no result for them", reference_lost=GONE),
     "and is far off": case(nearly(UNTAUGHT, nan=[4]), OTHERS, NO, "which has no result", reference_lost=GONE),
-    "once unlike a result": case(NAN_4_5, OTHERS, NO, r"^Different: 2 of 8 .* not in BF16 \(", reference_lost=GONE),
     "another attempt ended": case(LIKE_EIGHT, EIGHT, YES, "^(?!.*Left).*n = 8", arm_diverged=WHY_4, arm_lost={5: "x"}),
     "diverged, and another attempt was lost": case(NAN_4, EIGHT, NO, "^((?!x).)*$", arm_lost=WHY_4),
     "a divergence cannot be dropped": case(NAN_4, EIGHT, NO, "^Different: 1 of 8", dropped_seeds=[4]),
@@ -391,9 +380,6 @@ ANSWERS = {
     ),
     "learnt less than BF16": case(
         DULL, EIGHT, NOT_YET, r"^Not trained.* MXFP8 has not learnt \([^)]*\): an", untrained_nats=LN
-    ),
-    "learnt less, diverged": case(
-        nearly(DULL), DULL, OPEN, "^Ins.* 1 of 7 .* MXFP8 has", untrained_nats=LN, arm_diverged={9: "x"}
     ),
     "within a wide margin": case(
         LIKE_WIDE, SCATTERED, NOT_YET, "must end at least 1", untrained_nats=LN, margin_cap_nats=5.0

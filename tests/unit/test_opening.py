@@ -165,10 +165,6 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         {"mxfp8": lambda _, losses: losses + 0.0002 * (STEP - 95.5) * END},
         rf"Yes: {NUMBERS}\d\d\)\.$",
     ),
-    "falling behind": (
-        {"mxfp8": lambda _, losses: losses + np.where(STEP > 80, 0.0025 * (STEP - 85), 0.0)},
-        r"Not decided: insufficient data: the difference .* still changes",
-    ),
     # What an arm alone does is not known
     "other seeds": (
         {"arm_ends": {seed + 10: end + 1.0 for seed, end in ENDS.items()}},
@@ -179,8 +175,6 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
         {"lr": 2e-3},
         rf"Not decided: {NUMBERS}\d\d\): equivalent, but not at equal settings\. The .* lr 0\.002 instead of 0\.003\.$",
     ),
-    "another batch": ({"local_batch": 8}, r"Not decided: .*local_batch 8 instead of 4\.$"),
-    "other text": ({"dataset": "c4"}, r"Not decided: .*dataset c4 instead of python\.$"),
     "another learning rate, and far": ({"lr": 2e-3, "arm_ends": above(0.3)}, r"No: .*different\. The .* lr 0\.002"),
     "three seeds": ({"ends": THREE}, r"Yes, as a study of three seeds suggests: MXFP8 ends "),
     "three seeds that differ": (

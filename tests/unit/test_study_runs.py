@@ -257,7 +257,7 @@ def test_runs_of_an_arm_that_are_not_alike_have_no_gain_and_are_counted(study: P
     assert software.items() <= provenance(judged).items()
     report = judge_paths([study, EXAMPLE_LOGS[0]])
     assert report.sides[0].values["torch"] == own
-    assert report.no_gain["bf16_on_h100"].endswith("hardware NVIDIA H100 80GB HBM3 against NVIDIA H100")
+    assert report.no_gain["bf16_on_h100"].endswith("chip NVIDIA H100 80GB HBM3 against NVIDIA H100")
     (run,) = (study / "mxfp8_standard" / "seed0").iterdir()
     write_json(run / "launch" / "converted" / "rank0.json", {"kernels": "emulated", "modules": ["layers.1"]})
     assert judge_study(study).no_gain == {MXFP8: "emulated kernels are slower than real ones"}

@@ -71,6 +71,9 @@ _ASKED = {
 """Settings in the summary's last sentence, in words."""
 
 
+_ON_CPU, _EMULATED = "a CPU process stands in for a GPU", "emulated kernels are slower than real ones"
+
+
 class NothingToJudge(MoelabError):
     """No run of the study finished."""
 
@@ -184,7 +187,8 @@ class Report:
         """What the report is about."""
         if self.study is not None:
             return f"Study {self.study}"
-        return f"{len(self.sides)} side by side" if self.others else f"Run {self.reference.label}"
+        noun = "arms" if self.arms else "runs"
+        return f"{len(self.sides)} {noun} side by side" if self.others else f"Run {self.reference.label}"
 
     @property
     def reference(self) -> Side:
@@ -301,9 +305,9 @@ class Report:
         for side in self.others:
             both, arm, reference = (side, first), side.experiment, first.experiment
             if any(one.on_cpu for one in both):
-                words = ["a CPU process stands in for a GPU"]
+                words = [_ON_CPU]
             elif any(one.emulated for one in both):
-                words = ["emulated kernels are slower than real ones"]
+                words = [_EMULATED]
             elif arm is None or reference is None:
                 words = differing_of(side, first, OF_A_TOKEN) + differing_facts(side, first, SPEED_FACTS_OF_A_LOG)
             else:
@@ -358,11 +362,10 @@ class Report:
     @property
     def speed_notes(self) -> list[str]:
         """What must be said where speed is shown."""
-        return [
-            *(["each rank is a CPU process"] if all(side.on_cpu for side in self.sides) else []),
-            *([f"{self.emulation_note}: no measure of speed"] if self.emulation_note else []),
-            *(f"no gain is claimed for {names}: {words}" for words, names in _by_words(self.unclaimed)),
-        ]
+        notes = {_ON_CPU: "each rank is a CPU process"} if all(side.on_cpu for side in self.sides) else {}
+        notes |= {_EMULATED: f"{self.emulation_note}: no measure of speed"} if self.emulation_note else {}
+        reasons = [(words, names) for words, names in _by_words(self.unclaimed) if words not in notes]
+        return [*notes.values(), *(f"no gain is claimed for {names}: {words}" for words, names in reasons)]
 
     @property
     def unclaimed(self) -> list[tuple[str, str, None]]:
@@ -540,7 +543,7 @@ def _row(
     report: Report, one: Attempt, label: str, side: Side | None, medians: Mapping[tuple[str, int], float]
 ) -> dict[str, Any]:
     run, known = one.collected, one.collected.environment if one.collected else None
-    chip = side.facts.get("hardware") if side is not None and side.experiment is None else None
+    chip = side.facts.get("chip") if side is not None and side.experiment is None else None
     numbers = {
         "final_loss_nats": final_loss(run, report.final_fraction) if run else math.nan,
         "held_out_loss_nats": run.validation_loss if run else math.nan,

@@ -45,12 +45,12 @@ OF_THE_LOSS |= {"warmup_steps", "steps"}
 """Settings beside the arms' own that a loss at a step depends on; in a configuration of W&B the last part of a name."""
 NOT_FOR_SPEED = frozenset({"lr", "warmup_steps", "steps", "dataset"})
 """Settings that a step's time does not depend on."""
-LOSS_FACTS = ("hardware", "torch", "torchtitan", "torchao", "triton", "moelab", "git_commit")
+LOSS_FACTS = ("chip", "torch", "torchtitan", "torchao", "triton", "moelab", "git_commit")
 """What rounds a run's loss beside its settings."""
 SPEED_PACKAGES = ("torch", "nvidia-nccl-cu13", "torchtitan", "torchao", "triton", "deep_ep")
 SPEED_FACTS = ("machine", "processor", "driver", *SPEED_PACKAGES, "moelab")
 """What a run's speed depends on beside its settings."""
-SPEED_FACTS_OF_A_LOG = ("hardware", "driver", *SPEED_PACKAGES)
+SPEED_FACTS_OF_A_LOG = ("chip", "driver", *SPEED_PACKAGES)
 ANOTHER_ATTEMPT = "another attempt at this arm and seed is judged"
 LABEL_CHARACTERS = 60
 VALID = "a study, a run directory, a TorchTitan log, a TensorBoard folder or a W&B export (CSV, Parquet)"
@@ -106,12 +106,12 @@ class Side:
         facts = {name: [value] for name, value in known.items()}
         if self.experiment is None:
             chip = known.get("gpu") or known.get("processor")
-            return facts | ({"hardware": [chip]} if chip else {})
+            return facts | ({"chip": [chip]} if chip else {})
         of_runs: dict[str, list[str]] = {}
         for run in self.runs:
             own: dict[str, str] = {}
             if (where := run.environment) is not None:
-                own |= {"machine": where.machine, "processor": where.processor, "hardware": where.chip}
+                own |= {"machine": where.machine, "processor": where.processor, "chip": where.chip}
                 # An older record may not speak of a package at all.
                 own |= {name: version or "not installed" for name, version in where.packages.items()} | where.versions
                 # A whole commit cannot be told from a key.

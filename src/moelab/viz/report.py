@@ -216,7 +216,7 @@ def _figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
         yield caption, run_differences(known, by_label, note=judged.loss_note)
     # A CPU's tokens/s would be read as a GPU's.
     if judged.throughput and not judged.on_cpu:
-        yield "Throughput: geometric mean of the seeds' medians after warm-up.", throughput_figure(judged)
+        yield "Throughput after the warm-up.", throughput_figure(judged)
     for side in judged.sides:
         # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
         run = next((run for run in side.finished if run.load is not None), None)
@@ -285,10 +285,9 @@ def runs_table(judged: Report) -> TableView:
         "tps": f"tokens/s {judged.rank_words}",
         "memory_gib": "memory per process, GiB" if judged.on_cpu else "memory per GPU, GiB",
         "machine": "machine",
-        "used": "judged",
         "reason": "reason",
     }
-    decimals = dict(zip(names.values(), (0, 0, 0, 0, 4, 4, 0, 2, 0, 0, 0), strict=True))
+    decimals = dict(zip(names.values(), (0, 0, 0, 0, 4, 4, 0, 2, 0, 0), strict=True))
     # As objects: beside a missing value pandas would make floats of whole numbers. A seed is a name: 2026, not 2,026.
     rows = [row | {"seed": row["seed"] if row["seed"] is None else str(row["seed"])} for row in judged.rows]
     frame = pd.DataFrame(rows, columns=[*names], dtype=object).rename(columns=names)

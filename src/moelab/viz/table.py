@@ -62,7 +62,8 @@ class TableView:
     def is_number(self) -> list[bool]:
         """Whether each column is one of numbers, a missing one among them."""
         columns = (column for _, column in self.frame.items())
-        return [all(value is None or isinstance(value, numbers.Real) for value in column) for column in columns]
+        kinds = [{isinstance(value, numbers.Real) for value in column if value is not None} for column in columns]
+        return [kind == {True} for kind in kinds]
 
     def _repr_html_(self) -> str:
         aligned = [f"text-align:{'right' if one else 'left'}" for one in self.is_number]
