@@ -1,9 +1,9 @@
 """The shape of a model from its Hugging Face ``config.json``, or from Mistral's ``params.json``.
 
-Every key is one of three kinds. Keys in :data:`TAKEN` give a dimension. Keys that change neither weights nor products,
-or that :data:`LEFT` has words for, are left out, and the answer says so. Any other key that is a number of something,
-and any arrangement of layers that is not *dense ones, then those with experts*, is refused by name: a plan that left
-it out would be of another model.
+Every key is one of three kinds (``data/hugging_face.yaml``). Some give a dimension. Some change neither weights nor
+products, or are left out, and the answer says so. Any other key that is a number of something, and any arrangement of
+layers that is not *dense ones, then those with experts*, is refused by name: a plan that left it out would be of
+another model.
 
 ``data/models.yaml`` has the configurations of some published models, by name.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,89 +23,20 @@ from moelab.experiment import MOST_LAYERS, Experiment
 from moelab.files import read_json
 from moelab.model.shape import OF_GROUPED_QUERIES, OF_LATENT_ATTENTION, SHAPES, ModelShape, shape_for
 
-TAKEN = {
-    "vocab_size": ("vocab_size",),
-    "dim": ("hidden_size", "dim", "d_model"),
-    "n_layers": ("num_hidden_layers", "n_layers"),
-    "n_heads": ("num_attention_heads", "n_heads"),
-    "n_kv_heads": ("num_key_value_heads", "n_kv_heads", "kv_n_heads"),
-    "head_dim": ("head_dim",),
-    **{name: (name,) for name in OF_LATENT_ATTENTION},
-    "n_dense_layers": ("first_k_dense_replace", "moe_layer_start_index"),
-    "dense_hidden_dim": ("intermediate_size_mlp", "intermediate_size", "hidden_dim"),
-    "moe_hidden_dim": (
-        "moe_intermediate_size",
-        "expert_hidden_dim",
-        "ffn_hidden_size",
-        "intermediate_size",
-        "hidden_dim",
-    ),
-    "num_experts": ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"),
-    "num_shared_experts": ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts"),
-    "top_k": ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "moe_top_k"),
-    "expert_groups": ("n_group", "num_expert_groups"),
-    "limited_groups": ("topk_group", "num_expert_groups_per_tok"),
-}
-"""Names that configurations have for each dimension; the first that is there counts."""
 MAY_BE_ZERO = ("n_dense_layers", "num_shared_experts", "q_lora_rank", "expert_groups", "limited_groups")
 LARGEST = 10_000_000
 """Of any dimension; vocabularies have a fifth of a million entries."""
 NEEDED = ("vocab_size", "dim", "n_layers", "n_heads", "moe_hidden_dim", "top_k")
-READ = (
-    r"model_type|architectures|scor(ing|e)_func(tion)?|topk_method|use_qk_norm|tie_word_embeddings|tied_embeddings|"
-    r"(moe_)?shared_expert_intermediate_size|"
-    r"mlp_only_layers|moe_layers|moe_layer_end_index|mlp_layer_types|layer_types|attn_type_list"
-)
-"""Keys that are looked at and are no dimension."""
-LEFT = {
-    "multi-token prediction": r"num_nextn_predict_layers|use_mtp|(num_)?mtp_.*",
-    "biases": r".*bias",
-    "windows of attention: planned as full causal attention": (
-        r"sliding_window.*|use_sliding_window|max_window_layers|attention_chunk_size|no_rope_layer.*"
-    ),
-    "the indexer of sparse attention: attention is planned as dense": r"index_.*|indexer_.*",
-    "other modalities": r".*(vision|image|video|audio|media|speech|mm_|projector).*",
-    "the checkpoint's number format": r"quantization.*|compression_config|torch_dtype|dtype",
-    "the router's scale, norm and auxiliary loss": (
-        r"routed_scal.*|norm_topk_prob|.*aux_loss.*|seq_aux|router_.*|output_router_logits|moe_.*(loss|norm).*"
-    ),
-    "the rotary embedding": (
-        r"rope_.*|rotary_.*|partial_rotary.*|.*max_position_embeddings|initial_context_length|max_seq_len|yarn|"
-        r"llama_4_scaling|.*(tuning|floor|attn)_scale.*|attn_temperature.*|compression_ratio"
-    ),
-}
-"""What is left out on purpose, by the names of its keys."""
-NUMBER = r".*(_size|_dims?|_heads?|_rank|_experts?|_layers?|_interval|_freq|_step|_period|_offset|_mult)$|(num|n)_"
-"""Names of keys that count something."""
-ARRANGEMENT = (
-    r".*(block_type|pattern|hybrid|mamba|ssm|linear_|kda|conv|compress|use_residual|_enum$|_config$|other_setting)"
-)
-"""Names of keys that, of whatever type, tell of other layers than attention and experts."""
-HARMLESS = (
-    r"(num_)?(pad|bos|eos|decoder|sep|cls|begin|end|unk|mask)_.*|num_(labels|beams|beam_groups|return_sequences)|"
-    r"chunk_size_feed_forward|pretraining_tp|.*initializer_range|.*no_repeat_ngram_size|transformers_version|use_cache|"
-    r".*_eps|hidden_act|auto_map|.*dropout|rms_norm.*|layernorm_.*|_.*|ep_size|id2label|label2id|task_specific_params|"
-    r"generation_config|cache_implementation|mlp_intermediate_size"
-)
-"""Keys that change neither weights nor products, which nobody needs to be told of."""
-INSIDE = ("text_config", "language_config", "llm_config", "thinker_config", "moe")
-"""Keys under which a model of several modalities has its language model, and Mistral its experts."""
-PARTS = ("attn_config", "ffn_config")
-"""Keys under which DBRX has the dimensions of its attention and of its experts."""
-WINDOWS = ("sliding_attention", "chunked_attention")
-STEPS = (
-    "moe_layer_freq",
-    "moe_layer_frequency",
-    "decoder_sparse_step",
-    "interleave_moe_layer_step",
-    "moe_layer_interval",
-    "route_every_n",
-)
-"""Keys for every how many layers there are experts; a list says it of each layer."""
-SIGMOID = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "minimax_m2", "llama4_text")
-"""Kinds of models whose router is sigmoid without a key that says so."""
-NORMS_QUERIES = ("qwen3_moe", "qwen3_vl_moe_text", "olmoe")
-"""Kinds of models that norm queries and keys without a key that says so."""
+KEYS: dict[str, Any] = read_yaml("hugging_face.yaml")
+TAKEN: dict[str, list[str]] = KEYS["taken"]
+
+
+def _is(kind: Iterable[str], key: str) -> bool:
+    return any(re.fullmatch(pattern, key) for pattern in kind)
+
+
+def _has(kind: Iterable[str], key: str) -> bool:
+    return any(re.search(pattern, key) for pattern in kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +95,12 @@ def read_model(source: str) -> HuggingFaceModel:
         config = presets[source]["config"]
     else:
         raise BadInput(f"{source}: no such file, nor one of the models {', '.join(presets)}")
-    for key in PARTS:
+    for key in KEYS["parts"]:
         if isinstance(part := config.get(key), dict):
             config = {**part, **config}  # the kind of model stands outside
     whole = dict(config)
     # Two levels deep in Qwen3-Omni; what stands outside counts where the inside does not say it.
-    while inner := next((config[key] for key in INSIDE if isinstance(config.get(key), dict)), None):
+    while inner := next((config[key] for key in KEYS["inside"] if isinstance(config.get(key), dict)), None):
         config = inner
         whole |= inner
     config = whole
@@ -240,11 +171,11 @@ def _converted(source: str, config: dict[str, Any], whole: dict[str, Any]) -> Hu
     else:
         shape.setdefault("n_kv_heads", shape["n_heads"])
         shape.setdefault("head_dim", shape["dim"] // shape["n_heads"])
-        shape["qk_norm"] = bool(config.get("use_qk_norm", kind in NORMS_QUERIES))
+        shape["qk_norm"] = bool(config.get("use_qk_norm", kind in KEYS["norms_queries"]))
         shape["attention"] = "gqa"
     others = OF_GROUPED_QUERIES if latent else OF_LATENT_ATTENTION
     scores = next((config[key] for key in ("scoring_func", "score_function", "score_func") if key in config), None)
-    sigmoid = scores == "sigmoid" or (scores is None and kind in SIGMOID)
+    sigmoid = scores == "sigmoid" or (scores is None and kind in KEYS["sigmoid"])
     base = SHAPES["671B" if sigmoid else "16B"]
     return HuggingFaceModel(
         source=source,
@@ -268,10 +199,10 @@ def _dense_layers(config: dict[str, Any], shape: dict[str, Any]) -> int:
     for key in ("mlp_only_layers", "moe_layers", "layer_types", "mlp_layer_types", "attn_type_list"):
         if not isinstance(config.get(key) or [], list):
             raise BadInput(f"{key} is {config[key]!r}; valid: a list")
-    for key in STEPS:
+    for key in KEYS["steps"]:
         if not isinstance(step := config.get(key, 1), list) and step not in (None, 1):
             raise BadInput(f"{key} is {step}: dense layers lie between those with experts; valid: 1")
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention", *WINDOWS})
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or ()} - {"full_attention", *KEYS["windows"]})
     if kinds or 0 in (config.get("attn_type_list") or ()):
         named = ", ".join(kinds) or "attn_type_list has 0"
         raise BadInput(f"layers with another kind of attention ({named}); valid: one kind for all layers")
@@ -301,22 +232,22 @@ def _left(config: dict[str, Any], whole: dict[str, Any]) -> Iterator[str]:
     Raises:
         BadInput: for a number of something that has no place in a shape.
     """
-    known = {*(key for keys in TAKEN.values() for key in keys), *STEPS, *INSIDE, *PARTS}
+    known = {*(key for keys in TAKEN.values() for key in keys), *KEYS["steps"], *KEYS["inside"], *KEYS["parts"]}
     if config.get("qk_head_dim") == sum(config.get(part) or 0 for part in ("qk_nope_head_dim", "qk_rope_head_dim")):
         known.add("qk_head_dim")  # which transformers writes beside its parts
     rest = [key for key, value in whole.items() if value not in (None, False, 0) and key not in known]
-    rest = [key for key in rest if not re.fullmatch(READ, key) and not re.fullmatch(HARMLESS, key)]
-    for words, names in LEFT.items():
-        if named := [key for key in rest if re.fullmatch(names, key)]:
+    rest = [key for key in rest if not _is(KEYS["read"], key) and not _is(KEYS["harmless"], key)]
+    for words, names in KEYS["left"].items():
+        if named := [key for key in rest if _is(names, key)]:
             yield f"{words} ({', '.join(named)})"
         rest = [key for key in rest if key not in named]
-    numbers = [key for key in rest if type(config.get(key)) is int and re.match(NUMBER, key)]
-    if unknown := dict.fromkeys([*numbers, *(key for key in rest if re.match(ARRANGEMENT, key))]):
+    numbers = [key for key in rest if type(config.get(key)) is int and _has(KEYS["number"], key)]
+    if unknown := dict.fromkeys([*numbers, *(key for key in rest if _has(KEYS["arrangement"], key))]):
         raise BadInput(
             f"{', '.join(f'{key} {str(whole[key])[:60]}' for key in unknown)}: not known, and may change the "
             "model's weights. If it does not, remove it from a copy of the file"
         )
-    if windows := sorted(set(WINDOWS) & set(config.get("layer_types") or ())):
+    if windows := sorted({*KEYS["windows"]} & set(config.get("layer_types") or ())):
         yield f"windows of attention ({', '.join(windows)}): planned as full causal attention"
     if others := [key for key in rest if key in config]:
         yield f"not read: {', '.join(others)}"
