@@ -36,7 +36,7 @@ import yaml
 
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_study
-from moelab.notebooks.replayed import unfold
+from moelab.notebooks.results import unfold
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY = ROOT / "studies" / "convergence_gpu.yaml"

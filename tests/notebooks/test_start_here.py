@@ -11,7 +11,7 @@ import pytest
 from notebook_support import ROOT, Ran
 
 from moelab.health.doctor import examine, trains
-from moelab.notebooks.map import MINUTES_AND_HARDWARE, markdown_table
+from moelab.notebooks.shipped import MINUTES_AND_HARDWARE, markdown_table
 from moelab.runs.collect import collect
 from moelab.runs.table import joined_rows
 

@@ -17,7 +17,7 @@ from figure_support import title
 from moelab.micro.exchange import OPERATIONS, ROUTINGS, SIZES, Size, choose_experts, row_bytes
 from moelab.model import shape_of
 from moelab.mxfp8.quantise import quantise
-from moelab.notebooks.all_to_all import measure_all_to_all
+from moelab.notebooks.results import measure_all_to_all
 from moelab.viz import operation_times
 
 

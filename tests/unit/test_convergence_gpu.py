@@ -19,7 +19,7 @@ from moelab.cli import main
 from moelab.experiment import Experiment
 from moelab.experiment_file import read_study
 from moelab.notebooks import replayed_convergence
-from moelab.notebooks.replayed import unfold
+from moelab.notebooks.results import unfold
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "measurements.md").read_text()

@@ -16,7 +16,7 @@ from validation.two_by_two import arm_results, checkpointing_rows, goal_sentence
 from moelab.errors import BadInput
 from moelab.judge import throughput as two_by_two
 from moelab.micro import exchange
-from moelab.notebooks.all_to_all import ExperimentFailed, measure_all_to_all
+from moelab.notebooks.results import ExperimentFailed, measure_all_to_all
 from moelab.planning.measured import ALL_TO_ALL, COMMANDS, TWO_BY_TWO, Measurement, load_measured
 from moelab.planning.time import traffic as model
 from moelab.planning.time.routing import ExpertPlacement, RoutingModel
@@ -283,7 +283,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, text: str | None, sai
 
 
 def test_an_experiment_that_fails_shows_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moelab.notebooks.all_to_all.PROGRAM", "moelab.no_such_program")
+    monkeypatch.setattr("moelab.notebooks.results.PROGRAM", "moelab.no_such_program")
     said = r"(?s)the all-to-all experiment failed:\n.*No module named moelab.no_such_program.*ChildFailedError"
     with pytest.raises(ExperimentFailed, match=said):
         measure_all_to_all(tmp_path / "new" / "results.json")

@@ -3,10 +3,18 @@
 The shapes are TorchTitan's own and every count is exact: the tests build TorchTitan's models without memory (the meta
 device) and compare. Nothing here imports torch, so that thousands of layouts can be judged in a second.
 
-``shape.py`` has the dimensions, ``parameters.py`` the weights, ``work.py`` what a step does with them.
+``shape.py`` has the dimensions, ``parameters.py`` the weights and what a step does with them.
 """
 
-from moelab.model.parameters import Parameter, count_parameters, parameters
+from moelab.model.parameters import (
+    BYTES_PER_ELEMENT,
+    DispatchPrecision,
+    Parameter,
+    count_parameters,
+    flops_per_token,
+    gemms,
+    parameters,
+)
 from moelab.model.shape import (
     EMBEDDING,
     HEAD,
@@ -18,7 +26,6 @@ from moelab.model.shape import (
     shape_of,
     tokenizer_size,
 )
-from moelab.model.work import BYTES_PER_ELEMENT, DispatchPrecision, flops_per_token, gemms
 
 __all__ = [
     "BYTES_PER_ELEMENT",

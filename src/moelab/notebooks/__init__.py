@@ -6,9 +6,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "all_to_all": ["measure_all_to_all"],
         "batch": ["NotebookFailed", "execute", "parameter_names", "read_parameters"],
-        "map": ["markdown_table"],
         "parameters": [
             "ConvergenceParameters",
             "DispatchParameters",
@@ -24,6 +22,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "StartParameters",
             "ThroughputParameters",
         ],
-        "replayed": ["replayed_convergence", "replayed_steps"],
+        "results": ["measure_all_to_all", "replayed_convergence", "replayed_steps"],
+        "shipped": ["markdown_table"],
     },
 )

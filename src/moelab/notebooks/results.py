@@ -1,9 +1,10 @@
-"""Results that come with moelab, as the door answers them: they were measured elsewhere, and say so."""
+"""Results for notebooks: those that come with moelab, which say that they are replayed, and the all-to-all, measured."""
 
 from __future__ import annotations
 
 import atexit
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +15,19 @@ from typing import Any
 from moelab.answers import Explained, Reported
 from moelab.data import read_json
 from moelab.door import read_study, report
+from moelab.errors import MoelabError
 from moelab.experiment_file import Study, write_experiment
 from moelab.files import write_json, write_whole
+from moelab.launch.torchrun import on_this_machine
+from moelab.machine import gpus
+from moelab.planning.measured import ALL_TO_ALL, Measurement, load_measured
 from moelab.runs.metrics import MetricsWriter
 from moelab.traces.against import compare, packaged_steps
 
 CONVERGENCE = "measured/convergence_h200.json"
+RANKS = 2
+PROGRAM = "moelab.micro.exchange"
+"""The all-to-all experiment."""
 
 
 def replayed_steps() -> Explained:
@@ -74,3 +82,29 @@ def unfold(folder: Path, results: Mapping[str, Any], study: Study) -> None:
             writer.add_step(step, loss=loss, grad_norm=norms.get(step), memory_gib=run["memory_gib"], time=time)
             if step in held_out:
                 writer.add_validation(step, held_out[step], time)
+
+
+class ExperimentFailed(MoelabError):
+    """The all-to-all experiment stopped before it had a result."""
+
+
+def measure_all_to_all(output: str | Path) -> Measurement:
+    """Run the experiment in processes of its own and read what it wrote to a JSON file.
+
+    Without two GPUs its sizes are small and its backend is gloo, and it says so.
+
+    Raises:
+        GpusUnknown: if nvidia-smi fails.
+        ExperimentFailed: with the last lines that the processes wrote.
+    """
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if len(gpus()) >= RANKS else "cpu"
+    program = ["-m", PROGRAM, "--output", str(output.absolute()), "--device", device]
+    done = subprocess.run(
+        [*on_this_machine(RANKS), *program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode != 0 or not output.exists():
+        last = done.stdout.splitlines()[-100:]  # 40 are torchrun's own, after those of the rank that failed
+        raise ExperimentFailed("the all-to-all experiment failed:\n" + "\n".join(last))
+    return load_measured(ALL_TO_ALL, output)
