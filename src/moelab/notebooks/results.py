@@ -1,4 +1,4 @@
-"""Results for notebooks: those that come with moelab, which say that they are replayed, and the all-to-all, measured."""
+"""Results for notebooks: those that come with moelab, which say that they are replayed, and the measured all-to-all."""
 
 from __future__ import annotations
 
