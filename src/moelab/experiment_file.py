@@ -19,11 +19,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import errno
-import functools
 import itertools
 import math
 import re
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,8 +44,6 @@ Model = TypeVar("Model", bound=BaseModel)
 MAX_FILE_BYTES = 1_000_000
 MAX_EXPERIMENTS = 10_000
 MAX_FAULTS = 10
-MAX_NUMBER_CHARACTERS = 40
-MAX_VALUES = 1_000_000
 STUDY_KEYS = ("study", "experiment", "arms", "seeds")
 _OF_A_STUDY = {"name": "study", "seed": "seeds"}
 """Fields of an experiment that a study gives to all its experiments, by its own keys."""
@@ -266,12 +262,7 @@ def read_record(path: Path) -> Experiment:
     Raises:
         BadInput: if it is damaged, was cut off, lacks a field or is of a later version; the path is not named.
     """
-    text = _text(path, "the record")
-    # Runs of one arm differ in their seed alone, and YAML takes most of the time that thousands of them take.
-    seeds = _SEED.findall(text)
-    if len(seeds) != 1:
-        return parse(Experiment, _fields_of_record(text))
-    return parse(Experiment, {**_fields_of_record(_SEED.sub("seed: 0", text)), "seed": int(seeds[0])})
+    return parse(Experiment, _fields_of_record(_text(path, "the record")))
 
 
 def read_hardware(value: str, folder: Path = Path()) -> str | OwnHardware:
@@ -305,14 +296,6 @@ def _with_hardware(content: Any, folder: Path) -> Any:
     return {**content, **inner, **own}
 
 
-_SEED = re.compile(r"^seed: (0|[1-9]\d{0,8})$", re.M)
-
-
-@functools.lru_cache(maxsize=64)
-def _content_of_record(text: str) -> Any:
-    return _load(text, "the record")
-
-
 def _fields_of_record(text: str) -> dict[str, Any]:
     if not text.startswith(f"{VERSION_KEY}: "):
         raise BadInput(
@@ -320,7 +303,7 @@ def _fields_of_record(text: str) -> dict[str, Any]:
         )
     if not text.endswith(f"\n{END_KEY}: true\n"):  # else `12` may have become `1`
         raise BadInput("the record was cut off: its last line is not whole")
-    content = dict(_content_of_record(text))
+    content = dict(_load(text, "the record"))
     version, newest = content.pop(VERSION_KEY), max(ADDED_FIELDS)
     # `true` would pass as a number.
     if type(version) is not int or not OLDEST_RECORD <= version <= newest:
@@ -474,10 +457,7 @@ def _kind(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    try:  # reprlib, because aliases make a value of a thousand bytes whose repr would fill the memory.
-        return (repr(value) if isinstance(value, str) else reprlib.repr(value))[:80]
-    except ValueError:  # Python does not write a number of more than 4,300 digits
-        return "a number of thousands of digits"
+    return repr(value)[:80]
 
 
 def _load(text: str, source: str) -> Any:
@@ -491,40 +471,28 @@ def _load(text: str, source: str) -> Any:
 
 
 class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bounds the nesting
-    """YAML in which a key given twice is an error instead of the later one winning, and everything has a bound."""
+    """YAML in which a key given twice is an error instead of the later one winning, without aliases and merging."""
 
     def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        sizes: dict[int, int] = {}
-        if node is not None and self._values(node, sizes) > MAX_VALUES:
-            raise yaml.YAMLError(f"it stands for more than {MAX_VALUES:,} values, with what its aliases repeat")
-        return node
-
-    def _values(self, node: yaml.Node, sizes: dict[int, int]) -> int:
-        """How many values a node stands for, each alias being one more copy."""
-        if isinstance(node, yaml.ScalarNode):
-            if len(node.value) > MAX_NUMBER_CHARACTERS and node.tag.endswith((":int", ":float")):
-                raise yaml.YAMLError(
-                    f"a number of {len(node.value):,} characters near line {node.start_mark.line + 1}; "
-                    f"valid: at most {MAX_NUMBER_CHARACTERS}"
-                )
+        root = super().get_single_node()
+        waiting, seen = [root] if root is not None else [], set[int]()
+        while waiting:
+            node = waiting.pop()
+            near = f"near line {node.start_mark.line + 1}"
+            if id(node) in seen:  # what they repeat has no bound
+                raise yaml.YAMLError(f"an alias of what stands {near} is not supported: write it out")
+            seen.add(id(node))
+            if isinstance(node, yaml.SequenceNode):
+                waiting += node.value
+            elif isinstance(node, yaml.MappingNode):
+                waiting += itertools.chain(*node.value)
+                keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+                if repeated := [key for (_, key), count in keys.items() if count > 1]:
+                    raise yaml.YAMLError(f"key {repeated[0]!r} is given twice, {near}")
+                if any(tag == "tag:yaml.org,2002:merge" for tag, _ in keys):
+                    raise yaml.YAMLError(f"merging with << is not supported, {near}")
             # YAML 1.1 reads 4:00:00 as 14400, 012 as 10 and 2024_01 as 202401; such a text stays as it is written.
-            usual = {"int": r"-?(0|[1-9]\d*)|[^-+\d].*", "float": r"[^:]*"}.get(node.tag.rpartition(":")[2], ".*")
-            if not node.style and not re.fullmatch(usual, node.value, re.S):  # a style is that of quotes
-                node.tag = "tag:yaml.org,2002:str"
-            return 1
-        if id(node) not in sizes:
-            sizes[id(node)] = MAX_VALUES + 1  # what holds itself never ends
-            pairs = node.value if isinstance(node, yaml.SequenceNode) else itertools.chain(*node.value)
-            sizes[id(node)] = 1 + sum(self._values(one, sizes) for one in pairs)
-        return sizes[id(node)]
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = Counter((key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        line = node.start_mark.line + 1
-        for (tag, key), count in keys.items():
-            if tag == "tag:yaml.org,2002:merge":  # merged merges grow without bound
-                raise yaml.YAMLError(f"merging with << is not supported, near line {line}")
-            if count > 1:
-                raise yaml.YAMLError(f"key {key!r} is given twice, near line {line}")
-        return super().construct_mapping(node, deep)
+            elif not node.style:  # it is not in quotes
+                usual = {"int": r"-?(0|[1-9]\d*)|[^-+\d].*", "float": r"[^:]*"}.get(node.tag.rpartition(":")[2], ".*")
+                node.tag = node.tag if re.fullmatch(usual, node.value, re.S) else "tag:yaml.org,2002:str"
+        return root

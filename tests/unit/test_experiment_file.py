@@ -128,7 +128,6 @@ STUDIES: list[tuple[str, Sequence[str], str, list[tuple[str, int, int, float]]]]
      [(BF16, 0, 9, 3e-3), (MXFP8, 0, 9, 3e-3)]),
     ("study: first\narms: [{tp: 2}]", ["study=other", "seeds=[4, 5]", "arms=[{precision: mxfp8}]"], "other",
      [(MXFP8, 4, 60, 3e-3), (MXFP8, 5, 60, 3e-3)]),
-    ("experiment: &shared {steps: 3}\narms: [*shared]", (), "my_study", [(BF16, 0, 3, 3e-3)]),
     (BY_LR, (), "my_study", [(f"{BF16}_lr-0.003", 0, 60, 3e-3), (f"{BF16}_lr-0.0001", 0, 60, 1e-4),
                              (f"{BF16}_lr-0.003_tp-2", 0, 60, 3e-3)]),  # names that a person gave arms stay
     (write_experiment(Experiment(steps=7)), ["seed=2"], "study", [(BF16, 2, 7, 3e-3)]),
@@ -258,10 +257,8 @@ REFUSED = {
     "known fields: name, model, shape, precision": ["learning_rate: 4"],
     "the record was cut off": [write_experiment(Experiment())[:-40]],
 }  # fmt: skip
-ALIASES = "it stands for more than 1,000,000 values, with what its aliases repeat"
+ALIASES = "is not supported: write it out"
 BOMB = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 30))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 12))
-CHAIN = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 5000))
 SETTINGS = {
     "steps": "--set 'steps': expected key=value, such as --set steps=20",
     "=3": "--set '=3': expected key=value",
@@ -282,19 +279,15 @@ SETTINGS = {
 }
 STUDY_SETTINGS = {"seed=3": "`seeds`", "name=other": "`study`"}  # which a study would ignore
 TOO_MUCH = {
-    f"steps: {'9' * 90_000}": "a number of 90,000 characters near line 1; valid: at most 40",
-    f"name: s\nsteps: 0x{'f' * 90_000}": "a number of 90,002 characters near line 2",
-    f"steps: {':'.join(['59'] * 100_000)}": "a number of 299,999 characters",  # of base 60, which YAML 1.1 has
-    f"lr: 0.{'3' * 90_000}": "a number of 90,002 characters",
+    f"steps: {'9' * 90_000}": "is not valid YAML: Exceeds the limit",
+    f"steps: 0x{'f' * 900}": "steps: got '0xffff",
+    f"steps: {':'.join(['59'] * 100_000)}": "steps: got '59:59:",  # of base 60, which YAML 1.1 has
     "lr: 1.0e+400": "lr: got inf; valid: a finite number",
     f"steps: {10**12}": "steps: got 1000000000000; valid: less than or equal to 1000000000",
     f"nodes: {10**12}": "nodes: got 1000000000000; valid: less than or equal to 1000000",
     f"seeds: [{','.join(map(str, range(150_000)))}]": "has 150,000 experiments; valid: at most 10,000",
     f"[{', '.join('{seed: 1}' for _ in range(10_001))}]": "has 10,001 experiments; valid: at most 10,000",
-    f"experiment: {{pp_schedule: [&a {'[' * 5}x{']' * 5}]}}\nseeds: {{a: [*a]}}": "{'a': [[[[[[...]]]]]]}; valid",
     f"{BOMB}steps: *a29": ALIASES,
-    MERGES: ALIASES,
-    CHAIN: ALIASES,
     "experiment: &a {shape: *a}": ALIASES,
     "experiment: " + "[" * 400_000: "maximum nesting depth",
     "{a: " * 50_000: "maximum nesting depth",
