@@ -35,32 +35,22 @@ SHAPES = {
     "MUNGE": ("MUNGE:AwQD" + some(80) + ":", "credential {}"),
     "NVIDIA": ("nvapi-" + some(64), "401 for {}"),
     "NGC of old": (some(84), "docker login nvcr.io -u '$oauthtoken' -p {}; NGC_API_KEY={}"),
-    "docker": (some(24) + "==", '{{"auths": {{"nvcr.io": {{"auth": "{}"}}}}}}'),
     "kaggle": (some(32, HEX), "KAGGLE_KEY={}"),
     "user and password": ("hunter2", "http://ada:{}@proxy:3128 postgresql://u:{}@db/mlflow"),
-    "Basic": ("YWRhOmh1bnRlcjI=", "Authorization: Basic {}, and Basic {}"),
+    "Basic": ("YWRhOmh1bnRlcjI=", "Authorization: Basic {}"),
     "Bearer": (some(30), "authorization: bearer {}, X-Api-Key: {}, {{'Authorization': 'Bearer {}'}}"),
     "header of any scheme": (
         some(30),
         "Authorization: ApiKey {}, HTTP_AUTHORIZATION=Token {}; curl -H 'Authorization: GenieKey {}' "
         "{{'Proxy-Authorization': 'Digest username=\"ada\", response=\"{}\"'}} ('authorization', 'Custom-1 {}')",
     ),
-    "header with parameters": (
-        some(30),
-        'Authorization: Digest username="ada", realm="a b", nonce={}, response="{}"',
-    ),
     "behind -p": (
         "hunter2",
         "mysql -uada -p{} -h db; mysqldump -u ada --opt -p'{}' x; ['mariadb', '-p{}'] mongosh -u ada -p {}; "
         "sshpass -p {} ssh gpu-1; sshpass -p{} scp",
     ),
-    "in a URL's query": ("hunter2", "GET /login?next=%2Fapi%3Fpassword%3D{}%26user%3Dada"),
-    "in a URL twice": ("hf_" + some(34), "?u=https%253A%252F%252Fhf.co%252F%253Ftoken%253D{}"),
-    "token that is percent-encoded": ("glpat%2D" + some(20), "GET /x?u={}"),
-    "header in a URL": (some(30), "?header=Authorization%3A%20ApiKey%20{}"),
     "curl": ("hunter2", "curl -u ada:{} --proxy-user ada:{}"),
     "password": ("hunter2", "--password {} --password={} PASSWORD={} PGPASSWORD='{}' DB_PWD={} password: {}"),
-    "cookie": ("hunter2", "Set-Cookie: session={}; Path=/"),
     "SendGrid": (f"SG.{some(22)}.{some(43)}", "{}"),
     "in colour": ("hf_" + some(34), "\x1b[31m{}\x1b[0m"),
     "with a sign that nobody sees": ("hunter2", "PASSWORD\u200b={}"),

@@ -492,7 +492,7 @@ class _StrictLoader(yaml.CSafeLoader):  # libyaml: ten times as fast, and it bou
                 if any(tag == "tag:yaml.org,2002:merge" for tag, _ in keys):
                     raise yaml.YAMLError(f"merging with << is not supported, {near}")
             # YAML 1.1 reads 4:00:00 as 14400, 012 as 10 and 2024_01 as 202401; such a text stays as it is written.
-            elif not node.style:  # it is not in quotes
+            elif isinstance(node, yaml.ScalarNode) and not node.style:  # it is not in quotes
                 usual = {"int": r"-?(0|[1-9]\d*)|[^-+\d].*", "float": r"[^:]*"}.get(node.tag.rpartition(":")[2], ".*")
                 node.tag = node.tag if re.fullmatch(usual, node.value, re.S) else "tag:yaml.org,2002:str"
         return root

@@ -182,8 +182,8 @@ def test_what_we_say_of_tokens_is_no_secret(file: Path) -> None:
 
 UNITS = [
     *("://a:", ":a", "TOKEN_", 'TOKEN="', "hf_token='x y ", "TOKEN=,", "hf_token=1,", "--a", "-", "api_key = ", "\\"),
-    *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "cookie: ", "xoxb-1-", "\x1b["),
-    *("a@b.", "a@", "%25", "%2525", "hf_%41", "Authorization: a b=", "mysql -p", "authorization':'"),
+    *("-----BEGIN RSA PRIVATE KEY-----", "eyJ", "eyJ.", "docker login ", " -u a", "xoxb-1-", "\x1b["),
+    *("a@b.", "a@", "Authorization: a b=", "mysql -p", "authorization':'"),
 ]
 
 

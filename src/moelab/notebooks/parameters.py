@@ -143,6 +143,11 @@ def _several(ep: int) -> int:
     return ep
 
 
+def _two_by_two(precision: str) -> list[dict[str, str]]:
+    """BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
+    return [{"precision": one, "ep_backend": moves} for one in ("bf16", precision) for moves in ("standard", "deepep")]
+
+
 class StartParameters(_Trains):
     """Parameters of ``00_start_here``."""
 
@@ -209,20 +214,12 @@ class RouteParameters(NotebookParameters):
     seed: NotNegative
 
     def to_placement(self) -> ExpertPlacement:
-        """Where the experts are.
-
-        Raises:
-            BadInput: if the numbers do not divide.
-        """
+        """Where the experts are."""
         return ExpertPlacement(experts=self.experts, top_k=self.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node)
 
     @property
     def measured(self) -> RoutingModel | None:
-        """The routing of the measured load, in the groups of the model that it is of; None if none is given.
-
-        Raises:
-            BadInput: if there is no such load, or it is of another number of experts.
-        """
+        """The routing of the measured load, in the groups of the model that it is of; None if none is given."""
         if not self.load:
             return None
         load, run = routers_load(Path(self.load), self.experts)
@@ -231,11 +228,7 @@ class RouteParameters(NotebookParameters):
         return routing_of_load(load.shares_E(self.ep).tolist(), top_k=self.top_k, **groups)
 
     def to_routing(self, kind: str = "") -> RoutingModel:
-        """How tokens choose experts: as the parameters say, or in another way.
-
-        Raises:
-            BadInput: if there is no such way, or the load that it needs is not given.
-        """
+        """How tokens choose experts: as the parameters say, or in another way."""
         kind = kind or self.routing
         if kind == "measured":
             if (measured := self.measured) is None:
@@ -265,11 +258,7 @@ class DispatchParameters(NotebookParameters):
     size: str
 
     def to_placement(self) -> ExpertPlacement:
-        """Where the model's experts are.
-
-        Raises:
-            BadInput: if the numbers do not divide.
-        """
+        """Where the model's experts are."""
         shape = shape_of(self.model)
         return ExpertPlacement(
             experts=shape.num_experts, top_k=shape.top_k, ep=self.ep, ranks_per_node=self.ranks_per_node
@@ -303,11 +292,7 @@ class PlanParameters(NotebookParameters):
     search_limit: Limit
 
     def to_experiment(self, **changes: Any) -> Experiment:
-        """The experiment that these parameters name but for the changes, on C4 as the published runs.
-
-        Raises:
-            BadInput: if a value is none that an experiment takes, or there is no such model.
-        """
+        """The experiment that these parameters name but for the changes, on C4 as the published runs."""
         fields = {"name": "plan", "dataset": "c4", **self.of_experiment}
         fields["shape"] = yaml.safe_load(f"{{{self.shape}}}")
         if self.model not in SHAPES:
@@ -402,12 +387,7 @@ class ThroughputParameters(_Training):
 
     def to_study(self) -> Study:
         """The two-by-two: BF16 and quantised experts, each with the standard all-to-all and with DeepEP."""
-        arms = [
-            {"precision": precision, "ep_backend": backend}
-            for precision in ("bf16", self.precision)
-            for backend in ("standard", "deepep")
-        ]
-        return make_study(self.study, self.of_experiment, arms, range(self.seeds))
+        return make_study(self.study, self.of_experiment, _two_by_two(self.precision), range(self.seeds))
 
 
 class ProjectParameters(NotebookParameters):
@@ -430,33 +410,22 @@ class ProjectParameters(NotebookParameters):
     search_limit: Limit
 
     def to_experiment(self, **changes: Any) -> Experiment:
-        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster, but for the changes.
-
-        Raises:
-            BadInput: if a value is none that an experiment takes.
-        """
+        """The 671B model with MXFP8 (FP8 before SM100) experts and DeepEP on your cluster, but for the changes."""
         fields = self.of_experiment | {"name": "project", "model": "671B", "dataset": "c4"}
         fields |= {"precision": "mxfp8", "ep_backend": "deepep", "pp_schedule": "Interleaved1F1B"}
         fields |= {"activation_checkpoint": "full", "compile": "model+loss"}
         return on(self.gpu, parse(Experiment, {**fields, **changes}))
 
     def to_study(self) -> Study:
-        """BF16 and the GPU's 8-bit format, each with both all-to-alls, on your cluster with its own network.
-
-        Raises:
-            BadInput: if a value is none that an experiment takes.
-        """
+        """BF16 and the GPU's 8-bit format, each with both all-to-alls, on your cluster with its own network."""
         experiment = self.to_experiment()
         node = cluster_of(experiment.hardware).node
         cluster = {"name": f"{self.gpu}-cluster", "gpu": self.gpu, "nodes": self.nodes, "gpus": node.gpus}
         cluster |= {"nvlink_gpus": node.nvlink_gpus, "nic_gb_s": self.network_gb_s}
-        arms = [
-            {"precision": precision, "ep_backend": backend}
-            for precision in ("bf16", experiment.precision)
-            for backend in ("standard", "deepep")
-        ]
         shared = {name: getattr(experiment, name) for name in experiment.model_fields_set - {"name", "seed"}}
-        return make_study("project", shared | {"hardware": OwnHardware(**cluster)}, arms, [0])
+        return make_study(
+            "project", shared | {"hardware": OwnHardware(**cluster)}, _two_by_two(experiment.precision), [0]
+        )
 
 
 class LaunchParameters(_Training):
