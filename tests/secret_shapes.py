@@ -49,6 +49,7 @@ SHAPES = {
         "mysql -uada -p{} -h db; mysqldump -u ada --opt -p'{}' x; ['mariadb', '-p{}'] mongosh -u ada -p {}; "
         "sshpass -p {} ssh gpu-1; sshpass -p{} scp",
     ),
+    "in a URL's query": ("hf_" + some(34), "GET /login?next=%2Fapi%3Fx%3D{}%26user%3Dada"),
     "curl": ("hunter2", "curl -u ada:{} --proxy-user ada:{}"),
     "password": ("hunter2", "--password {} --password={} PASSWORD={} PGPASSWORD='{}' DB_PWD={} password: {}"),
     "SendGrid": (f"SG.{some(22)}.{some(43)}", "{}"),

@@ -65,7 +65,7 @@ _SECRETS = (
         ),
         HIDDEN,
     ),
-    (re.compile(rf"(?<![A-Za-z0-9])(?:{_BEGUN})"), HIDDEN),
+    (re.compile(rf"(?:(?<![A-Za-z0-9])|(?<=%[0-9A-F]{{2}}))(?:{_BEGUN})"), HIDDEN),  # %3D is =
     # NAME=value, name: value, "name": "value"; and not name == value, which is code.
     (re.compile(rf"(?i)({_NAMED}(?:{_QUOTE})?\]?[ \t]{{0,4}}[:=](?!=)[ \t]{{0,4}}){_VALUE}"), _KEPT),
     # --name value, also as a list of arguments: '--name', 'value'.
