@@ -11,6 +11,7 @@ from stand_in import START, titan_line
 
 from moelab.experiment import Experiment
 from moelab.files import write_json
+from moelab.judge.verdict import FinalLosses, Verdict, judge
 from moelab.runs import directory
 from moelab.runs.collect import Collected, collect_run, save_results
 from moelab.runs.directory import RunDir
@@ -125,3 +126,10 @@ def make_study(runs: Path, name: str = "s", shift: Mapping[int, float] = SHIFT) 
         for precision, ours in (("bf16", end), ("mxfp8", end + shift[seed])):
             train(runs / name, precision, seed, curve(ours), held_out=ours + 0.5)
     return runs / name
+
+
+def verdict_of(final: FinalLosses, **options: Any) -> Verdict:
+    """The verdict on the one arm that is beside BF16."""
+    (arm,) = final.seeds.keys() - {"bf16_standard"}
+    names = {"arm": arm, "reference": "bf16_standard", "quantity": final.quantity, "steps": final.steps}
+    return judge(final.seeds[arm], final.seeds["bf16_standard"], **names, **options)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from run_support import verdict_of
 from scipy import stats
 from statsmodels.stats.weightstats import ttost_paired
 
@@ -32,7 +33,6 @@ from moelab.judge.verdict import (
     Answer,
     ArmSeeds,
     Verdict,
-    compare_convergence,
     correct_for_arms,
     final_losses,
 )
@@ -450,7 +450,7 @@ def test_a_final_loss_is_the_mean_of_the_last_tenth_and_runs_without_one_are_nam
     assert reference.losses == pytest.approx({seed: REFERENCE[seed] for seed in (0, 3)})
     assert reference.lost == {1: "1 of 8 final steps are not in the log", 2: "ended at step 40 of 80"}
     assert (arm.losses.keys(), arm.diverged) == ({1, 2, 3}, {0: "loss is not finite at step 78"})
-    (verdict,) = compare_convergence(final, reference="bf16_standard")
+    verdict = verdict_of(final)
     assert (verdict.answer, verdict.seeds) == (Answer.DIFFERENT, (3,))
     left_out = "; ".join(f"seed {seed}: {why}" for seed, why in reference.lost.items())
     assert f"speaks against it: BF16, {left_out}." in verdict.sentence()
@@ -479,10 +479,9 @@ def test_a_change_is_that_of_the_least_squares_line_over_the_steps_that_count():
         ({}, {"margin_nats": math.nan}, "margin_nats"),
         ({}, {"margin_cap_nats": 0.0}, "margin_cap_nats"),
         ({}, {"margin_nats": 0.5, "margin_cap_nats": 0.02}, "leave one of them out"),
-        ({}, {"reference": "fp8"}, "are bf16_standard, mxfp8_standard"),
         ({"loss": math.nan}, {}, "no loss"),
     ],
 )
 def test_what_cannot_be_judged_is_named(columns, options, message):
     with pytest.raises(BadInput, match=message):
-        compare_convergence(final_losses(study().assign(**columns)), **{"reference": "bf16_standard"} | options)
+        verdict_of(final_losses(study().assign(**columns)), **options)

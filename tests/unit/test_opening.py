@@ -220,35 +220,34 @@ def rerun(runs: Path, by: float, precision: str = "mxfp8", **options: Any) -> Re
     return judged(study)
 
 
+OTHERS = "Not decided: insufficient data: other runs of these arms are not judged: "
+
+
 def test_an_arm_that_was_trained_again_until_it_was_equal(tmp_path: Path) -> None:
     report = rerun(tmp_path, 1.0)
-    words = (
-        r"Not decided: insufficient data: runs of MXFP8 that had finished or diverged were replaced by others "
-        r"\(seed \d at 4\.\d+"
-    )
-    assert re.match(words + r" nats, a difference of \+1\.0000; .*; and 1 more\)\.", report.summary["Same loss?"])
+    words = rf"{OTHERS}MXFP8, seed \d: finished, at 4\.\d+ nats, a difference of \+1\.0000; .*; and 1 more\."
+    assert re.match(words, report.summary["Same loss?"])
     (verdict,) = report.verdicts
     assert (verdict.answer, verdict.n_seeds) == (Answer.INSUFFICIENT, 4)
 
 
 def test_a_reference_that_was_trained_again_until_it_was_as_bad(tmp_path: Path) -> None:
     opening = rerun(tmp_path, -0.3, "bf16").summary["Same loss?"]
-    assert opening.startswith("Not decided: insufficient data: runs of BF16 that had finished or diverged were")
-    assert "seed 1 at 3.0400 nats, a difference of +0.3000" in opening
+    assert opening.startswith(f"{OTHERS}BF16, seed ")
+    assert "BF16, seed 1: finished, at 3.0400 nats, a difference of +0.3000" in opening
 
 
 def test_a_run_that_was_trained_again_with_the_same_end_is_told_of(tmp_path: Path) -> None:
     opening = rerun(tmp_path, 0.004).summary["Same loss?"]
     assert opening.startswith("Yes, with a caution: MXFP8 ends +0.0000 nats from BF16")
-    assert "replaced by others (seed 0 at 3.3040 nats, a difference of +0.0040; " in opening
+    assert "MXFP8, seed 0: finished, at 3.3040 nats, a difference of +0.0040; " in opening
 
 
 def test_a_divergence_is_not_undone_by_another_attempt(tmp_path: Path) -> None:
     study = make(tmp_path)
     older(train(study, "mxfp8", 0, [*curve(3.3, 0)[:40], math.nan], steps=STEPS))
-    opening = judged(study).summary["Same loss?"]
-    assert opening.startswith("Not decided: insufficient data: runs of MXFP8 that had finished or diverged were")
-    assert "(seed 0: loss is nan at step 41" in opening
+    words = "MXFP8, seed 0: diverged: loss is nan at step 41 (segment 0)."
+    assert judged(study).summary["Same loss?"] == f"{OTHERS}{words}"
 
 
 def test_what_another_attempt_at_a_dropped_seed_says_is_dropped_too(tmp_path: Path) -> None:
@@ -280,8 +279,9 @@ def test_the_log_of_a_lost_seed_is_held_against_the_reference(tmp_path: Path, pr
         assert report.summary["Same loss?"].startswith("Yes: ")
         assert f"Left out, as nothing that they logged speaks against it: {reason}." in report.as_text()
     else:
-        words = f"insufficient data: MXFP8 was {by:+.4f} nats from BF16 where the logs of lost runs end ({reason})."
-        assert report.summary["Same loss?"] == f"Not decided: {words}"
+        ends = rf"{name}, seed \d: failed: Slurm: TIMEOUT, 60 of 100 steps logged, at 3\.\d+ nats, a difference of "
+        words = f"{OTHERS}{ends}{re.escape(f'{by:+.4f}')}; {ends}{re.escape(f'{by:+.4f}')}\\."
+        assert re.fullmatch(words, report.summary["Same loss?"])
 
 
 def test_a_lost_seed_is_apart_only_where_the_judged_ones_are_not(tmp_path: Path) -> None:
@@ -296,8 +296,8 @@ def test_a_lost_seed_is_apart_only_where_the_judged_ones_are_not(tmp_path: Path)
 def test_an_attempt_that_was_killed_and_made_again_is_held_against_the_reference_too(tmp_path: Path) -> None:
     study = make(tmp_path)
     older(train(study, "mxfp8", 0, curve(3.6, 0)[:60].tolist(), steps=STEPS, state=State.CANCELLED))
-    words = "MXFP8 was +0.3000 nats from BF16 where the logs of lost runs end (MXFP8, seed 0: cancelled)."
-    assert judged(study).summary["Same loss?"] == f"Not decided: insufficient data: {words}"
+    words = "MXFP8, seed 0: cancelled, 60 of 100 steps logged, at 3.6"
+    assert judged(study).summary["Same loss?"].startswith(f"{OTHERS}{words}")
 
 
 def log_only(study: Path, arm: str, keeps: Callable[[int], bool]) -> None:

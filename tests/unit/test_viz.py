@@ -16,11 +16,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from figure_support import assert_says, notes, title, unpacked
+from run_support import verdict_of
 
 import moelab.viz
 from moelab.errors import BadInput
 from moelab.judge.throughput import arm_throughput, gain
-from moelab.judge.verdict import ArmSeeds, FinalLosses, Verdict, compare_convergence, final_losses
+from moelab.judge.verdict import ArmSeeds, FinalLosses, Verdict, final_losses
 from moelab.runs.table import metrics_table
 from moelab.viz import arm_styles, loss_curves, loss_difference, throughput_bars, write_report
 from moelab.viz.draw import drawn_seeds, joined_lines, legend_below, panels
@@ -49,7 +50,7 @@ def study(arms: tuple[str, ...] = PAIR, seeds: int = 4, steps: int = 80) -> pd.D
 
 
 def first_verdict(table: pd.DataFrame) -> Verdict:
-    return compare_convergence(final_losses(table), reference="bf16_standard")[0]
+    return verdict_of(final_losses(table))
 
 
 # The theme
@@ -181,7 +182,7 @@ def test_the_last_point_of_the_difference_is_the_verdict() -> None:
 def test_what_cannot_be_drawn_is_refused_or_said() -> None:
     held_out = FinalLosses(seeds={arm: ArmSeeds({seed: 3.6 + 0.01 * seed for seed in range(3)}) for arm in PAIR})
     with pytest.raises(BadInput, match="held-out"):
-        loss_difference(study(), compare_convergence(held_out, reference="bf16_standard")[0])
+        loss_difference(study(), verdict_of(held_out))
     table = study()
     table.loc[table["step"] == 80, "loss"] = math.nan
     with pytest.raises(BadInput, match="no seed in common"):

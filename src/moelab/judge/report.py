@@ -51,10 +51,10 @@ from moelab.judge.verdict import (
     FinalLosses,
     OtherAttempt,
     Verdict,
-    compare_convergence,
     correct_for_arms,
     final_losses,
     first_final_step,
+    judge,
     recovered_spikes,
 )
 from moelab.model import shape_for, tokenizer_size
@@ -678,9 +678,13 @@ def _verdict(report: Report, side: Side, final: FinalLosses) -> Verdict:
     # One vocabulary for all: an arm changes how a model is trained, not what it predicts.
     model = first.experiment
     assert model is not None
-    (verdict,) = compare_convergence(
-        replace(final, seeds=seeds),
+    verdict = judge(
+        seeds[side.name],
+        seeds[first.name],
+        arm=side.name,
         reference=first.name,
+        quantity=final.quantity,
+        steps=final.steps,
         # Rows of the embedding that no token uses are never predicted, after a few steps.
         untrained_nats=math.log(min(shape_for(model).vocab_size, tokenizer_size(model))),
         lr_warmup_steps=model.warmup_steps,
@@ -731,9 +735,9 @@ def _other_attempts(side: Side, reference: Side, final: FinalLosses) -> Iterator
         yield OtherAttempt(
             arm=own.name,
             seed=run.seed or 0,
-            end=run.diverged or own.lost_seeds.get(run.seed or 0) or run.status.in_words(),
+            end=end_of(run) if run.diverged or not run.finished else "finished",
             is_replaced=run in own.replaced,
-            is_finished=run.finished,
+            has_ended=run.finished or run.diverged is not None,
             has_diverged=run.diverged is not None,
             loss=float(losses.reindex(common).mean()),
             nats=float(differences.reindex(common).mean()),

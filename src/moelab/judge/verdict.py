@@ -76,7 +76,7 @@ class OtherAttempt:
     seed: int
     end: str  # how it ended, in words
     is_replaced: bool  # by another run of the same arm and seed
-    is_finished: bool
+    has_ended: bool  # it finished or diverged
     has_diverged: bool
     loss: float  # over the last steps that both logged; NaN of none
     nats: float  # the arm's − the reference's, there; NaN without a partner
@@ -212,6 +212,18 @@ class FinalLosses:
     last_step: int = 0
     final_fraction: float = 0.1  # of the steps
 
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last; None of a held-out loss."""
+        return (self.first_step, self.last_step) if self.last_step else None
+
+    @property
+    def quantity(self) -> str:
+        """What the losses are."""
+        first, last = self.first_step, self.last_step
+        of_steps = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
+        return of_steps if last else HELD_OUT
+
 
 def first_final_step(last_step: int, final_fraction: float) -> int:
     """Where the last part of the steps begins, which is one step at least.
@@ -323,34 +335,6 @@ def _blow_ups(losses_SR: pd.DataFrame, first_step: int) -> dict[Any, str]:
 
 
 # From losses to the verdict
-
-
-def compare_convergence(final: FinalLosses, *, reference: str, **options: Any) -> list[Verdict]:
-    """Judge arms against a reference on their final losses.
-
-    Args:
-        final: Losses of the arms.
-        reference: Arm to compare with, usually ``bf16_standard``.
-        **options: of :func:`judge`.
-
-    Returns:
-        One verdict for every other arm, *different* corrected for their number.
-
-    Raises:
-        BadInput: The reference is no arm, or an option is out of range.
-    """
-    first, last = final.first_step, final.last_step
-    if not last:
-        options["quantity"] = HELD_OUT
-    else:
-        quantity = f"the loss of step {last}" if first == last else f"the mean loss of steps {first} to {last}"
-        options |= {"quantity": quantity, "steps": (first, last)}
-    if reference not in final.seeds:
-        raise BadInput(f"arm {reference!r} is not in this table: the arms are {', '.join(final.seeds)}")
-    theirs, others = final.seeds[reference], {arm: ours for arm, ours in final.seeds.items() if arm != reference}
-    return correct_for_arms(
-        [judge(ours, theirs, arm=arm, reference=reference, **options) for arm, ours in others.items()]
-    )
 
 
 def judge(
@@ -554,8 +538,7 @@ def _doubts(pair: _Pair) -> Iterator[tuple[bool, str]]:
     """What the interval does not show, each with whether it speaks against an equivalence."""
     yield from ((False, words) for words in _of_one_run(pair))
     yield from _trend(pair)
-    yield from _replaced(pair)
-    yield from _lost_apart(pair)
+    yield from _other_runs(pair)
 
 
 def _of_one_run(pair: _Pair) -> Iterator[str]:
@@ -601,38 +584,21 @@ def _trend(pair: _Pair) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _replaced(pair: _Pair) -> Iterator[tuple[bool, str]]:
-    """Runs that finished or diverged, and of whose seed a later run is judged."""
-    for side, name, _, _ in pair.both:
-        own = [one for one in pair.ours.attempts if one.is_replaced and one.arm == side]
-        own = [one for one in own if one.is_finished or one.has_diverged]
-        if not own:
-            continue
-        # Those that diverged or lie farthest are named.
-        own.sort(key=lambda one: (not one.has_diverged, -abs(one.nats) if math.isfinite(one.nats) else 0.0, one.seed))
-        ends = []
-        for one in own[:3]:
-            nats = f", a difference of {one.nats:+.4f}" if math.isfinite(one.nats) else ""
-            end = f": {one.end}" if one.has_diverged else f" at {one.loss:.4f} nats{nats}"
-            ends.append(f"seed {one.seed}{end}")
-        ends += [f"and {len(own) - 3} more"] if len(own) > 3 else []
-        words = f"runs of {name} that had finished or diverged were replaced by others"
-        speaks = any(one.has_diverged or one.stands_apart(pair.bound) for one in own)
-        yield speaks, f"{words} ({'; '.join(ends)})."
-
-
-def _lost_apart(pair: _Pair) -> Iterator[tuple[bool, str]]:
-    """Runs that did not finish, and whose log ends with another difference than the judged seeds have there."""
-    attempts = [one for one in pair.ours.attempts if not (one.is_finished or one.has_diverged)]
-    if apart := [one for one in attempts if one.stands_apart(pair.bound)]:
-        arm, reference = pair.names
-        ends = sorted(one.nats for one in apart)
-        nats = " to ".join(dict.fromkeys(f"{end:+.4f}" for end in (ends[0], ends[-1])))
-        reasons = []
-        for side, name, _, _ in pair.both:
-            if own := {one.seed: one.end for one in apart if one.arm == side}:
-                reasons.append(f"{name}, {_reasons(own, own)}")
-        yield True, f"{arm} was {nats} nats from {reference} where the logs of lost runs end ({'; '.join(reasons)})."
+def _other_runs(pair: _Pair) -> Iterator[tuple[bool, str]]:
+    """Runs of which another is judged, if they had finished or diverged, and lost ones whose log ends elsewhere."""
+    told = [one for one in pair.ours.attempts if one.stands_apart(pair.bound) or (one.is_replaced and one.has_ended)]
+    if not told:
+        return
+    # Those that diverged or lie farthest are named.
+    told.sort(key=lambda one: (not one.has_diverged, -abs(one.nats) if math.isfinite(one.nats) else 0.0, one.seed))
+    names = {arm: name for arm, name, _, _ in pair.both}
+    words = []
+    for one in told[:3]:
+        where = f", at {one.loss:.4f} nats, a difference of {one.nats:+.4f}" if math.isfinite(one.nats) else ""
+        words.append(f"{names[one.arm]}, seed {one.seed}: {one.end}{'' if one.has_diverged else where}")
+    words += [f"and {len(told) - 3} more"] if len(told) > 3 else []
+    speaks = any(one.has_diverged or one.stands_apart(pair.bound) for one in told)
+    yield speaks, f"other runs of these arms are not judged: {'; '.join(words)}."
 
 
 def _to_be_known(pair: _Pair, lr_warmup_steps: int) -> Iterator[str]:

@@ -166,7 +166,7 @@ def loss_difference(
     """Loss difference at each step, paired by seed: mean with its interval over seeds, zero line, margin band.
 
     Args:
-        table: What ``compare_convergence`` made the verdict from.
+        table: What the verdict was made from.
         verdict: On a training loss.
         style: Look of the arm; None gives an arm of a study its own.
         note: Condition to state in the title, such as "emulated kernels".
