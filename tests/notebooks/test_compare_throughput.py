@@ -45,7 +45,7 @@ def test_its_defaults_train_the_two_by_two_and_say_that_it_is_no_speed(by_nbmake
     assert len(titles) == 2  # none of a CPU's tokens per second
     assert "quoted" in titles[0]
     assert "derived" in titles[1]
-    assert any("Not measured: a CPU process stands in for a GPU here" in text for text in run.shown("text/plain"))
+    assert any("a CPU process stands in for a GPU" in text for text in run.shown("text/plain"))
     assert "no interaction: a CPU's tokens per second" in printed
     assert "agrees: Both together are +3.1 % from the product" in printed
     (script,) = [text for text in run.shown("text/plain") if "#!/bin/bash" in text]
