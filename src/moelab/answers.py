@@ -149,13 +149,18 @@ def _table(rows: Iterable[Mapping[str, Any]] | pd.DataFrame, summary: str = "") 
     return table
 
 
-def _of_arm(by_arm: Mapping[str, T], arm: str | None) -> T:
-    """The value of an arm, by its name or the beginning of it; of the first if none is named."""
-    names = list(by_arm)
-    alike = [name for name in names if arm and name.startswith(arm)]
-    if arm is not None and arm not in by_arm and len(alike) != 1:
-        raise BadInput(f"arm {arm!r} is not there; the arms are {', '.join(names)}")
-    return by_arm[names[0] if arm is None else arm if arm in by_arm else alike[0]]
+def of_arm(by_arm: Mapping[str, T], arm: str | None) -> T:
+    """The value of an arm, by its name or a beginning that only one has; of the first if none is named.
+
+    Raises:
+        BadInput: if there is no such arm.
+    """
+    if arm is None:
+        return next(iter(by_arm.values()))
+    named = [name for name in by_arm if name == arm] or [name for name in by_arm if name.startswith(arm)]
+    if len(named) != 1:
+        raise BadInput(f"arm {arm!r} is not there, or not only once; the arms are {', '.join(by_arm)}")
+    return by_arm[named[0]]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -215,7 +220,7 @@ class Planned(Answer):
         return self._legal(None)[1]
 
     def _legal(self, arm: str | None) -> tuple[Plan, Layout]:
-        one = _of_arm({one.experiment.arm: one for one in self.plans}, arm)
+        one = of_arm({one.experiment.arm: one for one in self.plans}, arm)
         if one.verdict.layout is None:
             raise Refused("\n- ".join([f"{one.experiment.arm} is illegal:", *one.verdict.reasons]))
         return one, one.verdict.layout
@@ -318,7 +323,7 @@ class Projected(Answer):
 
     def gain(self, arm: str | None = None) -> Estimate:
         """Speed of an arm over the first one's, a ratio with its interval; of the last arm if none is named."""
-        gain: Estimate = projecting.gain_over(_of_arm(self._projected, arm or list(self.arms)[-1]), self._first)
+        gain: Estimate = projecting.gain_over(of_arm(self._projected, arm or list(self.arms)[-1]), self._first)
         return gain
 
     def _text(self) -> str:
@@ -361,7 +366,7 @@ class Projected(Answer):
         """Where the time of a step goes: of all arms beside each other, or of one arm part by part."""
         if arm is None and len(self.arms) > 1:
             return viz.arm_breakdowns({name: one.breakdown_s for name, one in self.arms.items()}, words=self._words())
-        one = _of_arm(self._projected, arm)
+        one = of_arm(self._projected, arm)
         return viz.step_breakdown(one.breakdown_s, words=f"{one.experiment.arm}: {self._words()}")
 
     def speed_figure(self, measured: Mapping[str, float] | None = None) -> go.Figure:

@@ -32,6 +32,7 @@ from moelab.answers import (
     States,
     Submitted,
     Trained,
+    of_arm,
 )
 from moelab.errors import BadInput, MoelabError, Refused
 from moelab.experiment import Experiment, OwnHardware
@@ -135,13 +136,7 @@ def _in_runs(source: Source, runs: str | Path | None = None) -> Path:
 def _arms(study: Study, wanted: str | None) -> list[Experiment]:
     """The first experiment of each arm, or only of the one that is wanted."""
     first = {experiment.arm: experiment for experiment in study.first_of_arms}
-    longer = [arm for arm in first if wanted is not None and arm.startswith(f"{wanted}_")]
-    # A short name will do where it means one arm: bf16_standard is bf16_standard_round-robin in a study of that alone.
-    if wanted not in first and len(longer) == 1:
-        wanted = longer[0]
-    if wanted is not None and wanted not in first:
-        raise BadInput(f"--arm {wanted!r} is not in study {study.name}; its arms: {', '.join(study.arms)}")
-    return [experiment for arm, experiment in first.items() if wanted in (None, arm)]
+    return list(first.values()) if wanted is None else [of_arm(first, wanted)]
 
 
 @dataclass(frozen=True, kw_only=True)

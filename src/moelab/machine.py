@@ -50,8 +50,6 @@ DEVICES = Path("/dev")
 LISTS_DESPITE = 14
 """nvidia-smi's exit code for a corrupted infoROM: a warning, the GPUs are listed and work."""
 _FIELDS = ("name", "compute_cap", "driver_version", "memory.total", "mig.mode.current")
-_OLD_FIELDS = ("name", "driver_version", "memory.total")
-"""What every driver knows; ``compute_cap`` came with 510."""
 _CSV = "--format=csv,noheader,nounits"
 _ABSENT = r"\[[^]]+\]|N/A"
 _ROW = re.compile(
@@ -162,9 +160,6 @@ def gpu_listing(visible: str | None) -> tuple[GpuInfo, ...] | GpusUnknown:
     code, output = _nvidia_smi(f"--query-gpu={','.join(_FIELDS)}", _CSV)
     if code is None:
         return GpusUnknown(f"nvidia-smi fails: {output}") if output else _without_nvidia_smi()
-    if "is not a valid field" in output:
-        code, output = _nvidia_smi(f"--query-gpu={','.join(_OLD_FIELDS)}", _CSV)
-        output = re.sub(r"^(.+?), *(?=\d[\d.]*, *\d+\s*$)", r"\1, [N/A], ", output, flags=re.MULTILINE)
     rows = [match.groupdict() for line in output.splitlines() if (match := _ROW.fullmatch(line))]
     # A GPU that fell off the bus stands in the list beside sound ones, at times with exit code 0.
     if code not in (0, LISTS_DESPITE) or not rows or _BROKEN.search(output):
@@ -330,11 +325,9 @@ def is_tested(package: str, found: str | None) -> bool:
 def cores(root: Path = ROOT) -> int:
     """Processor cores that this process may use: those of its cpuset, up to the quota of its container or job."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    v2 = [text.split() for text in _limits(root, "", "cpu.max")]
-    v1 = zip(_limits(root, "cpu", "cpu.cfs_quota_us"), _limits(root, "cpu", "cpu.cfs_period_us"), strict=False)
-    quotas = [(quota, period) for quota, period in [*v2, *v1] if quota.isdigit()]  # not `max` and -1
+    quotas = [text.split() for text in _limits(root, "cpu.max")]
     # Rounded up: a quota of 1.5 cores keeps two threads busy for most of the time.
-    return min([allowed, *(max(1, math.ceil(int(quota) / int(period))) for quota, period in quotas)])
+    return min([allowed, *(max(1, math.ceil(int(quota) / int(period))) for quota, period in quotas if quota.isdigit())])
 
 
 def physical_memory_bytes() -> int:
@@ -344,24 +337,23 @@ def physical_memory_bytes() -> int:
 
 def memory_bytes(root: Path = ROOT) -> int:
     """Memory that this process may use: the machine's, or less where its container or job has a limit."""
-    limits = [*_limits(root, "", "memory.max"), *_limits(root, "memory", "memory.limit_in_bytes")]
-    return min([physical_memory_bytes(), *(int(limit) for limit in limits if limit.isdigit())])  # not `max`
+    limits = (int(limit) for limit in _limits(root, "memory.max") if limit.isdigit())  # not `max`
+    return min([physical_memory_bytes(), *limits])
 
 
-def _limits(root: Path, controller: str, file: str) -> Iterator[str]:
-    """A file of this process's control group and of each above it; ``controller`` is empty for version 2."""
+def _limits(root: Path, file: str) -> Iterator[str]:
+    """A file of this process's control group (version 2) and of each above it."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()  # 4:memory:/slurm/job_12, or 0::/user.slice
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _number, controllers, path = line.split(":", 2)
-        if controller not in controllers.split(","):
-            continue
-        group = Path(path.lstrip("/"))  # a container may see the host's path here, of which it has the end alone
-        for folder in dict.fromkeys((group, *group.parents)):
-            with suppress(OSError):
-                yield (root / "sys/fs/cgroup" / controller / folder / file).read_text().strip()
+        if line.startswith("0::"):
+            # A container may see the host's path here, of which it has the end alone.
+            group = Path(line.removeprefix("0::").lstrip("/"))
+            for folder in dict.fromkeys((group, *group.parents)):
+                with suppress(OSError):
+                    yield (root / "sys/fs/cgroup" / folder / file).read_text().strip()
 
 
 def boot_id() -> str | None:
