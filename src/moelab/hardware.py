@@ -29,10 +29,6 @@ ROCM = {9.4: "gfx942", 9.5: "gfx950"}
 """AMD's GPUs by the capability that PyTorch gives them on ROCm; no CUDA device has one of these."""
 
 
-class ImpossibleHardware(BadInput):
-    """A figure that no hardware can have: negative, not finite, or FP8 slower than BF16."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SourcedNumber:
     """A number with where it comes from; the unit is in the name of the field that holds it."""
@@ -43,7 +39,7 @@ class SourcedNumber:
 
     def __post_init__(self) -> None:
         if not isfinite(self.value) or self.value <= 0:
-            raise ImpossibleHardware(f"a hardware figure is {self.value} ({self.source}); give a positive number")
+            raise BadInput(f"a hardware figure is {self.value} ({self.source}); give a positive number")
 
     def __float__(self) -> float:
         return float(self.value)
@@ -67,9 +63,9 @@ class Gpu:
 
     def __post_init__(self) -> None:
         if self.capability is not None and (not isfinite(self.capability) or self.capability < 0):
-            raise ImpossibleHardware(f"{self.name}: capability is {self.capability}; 9.0 is SM90, 0 is a CPU")
+            raise BadInput(f"{self.name}: capability is {self.capability}; 9.0 is SM90, 0 is a CPU")
         if self.fp8_tflops and self.bf16_tflops and self.fp8_tflops.value < self.bf16_tflops.value:
-            raise ImpossibleHardware(f"{self.name}: FP8 is slower than BF16, so the two figures are mixed up")
+            raise BadInput(f"{self.name}: FP8 is slower than BF16, so the two figures are mixed up")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +194,7 @@ def cluster_from(own: OwnHardware) -> Cluster:
     """The cluster that a file describes, or a row of the catalogue's clusters; figures that it gives are quoted.
 
     Raises:
-        BadInput: for a GPU that is neither in the catalogue nor described.
-        ImpossibleHardware: for figures that cannot be.
+        BadInput: for a GPU that is neither in the catalogue nor described, or figures that cannot be.
     """
     if own.gpu not in GPUS and own.capability is None:
         raise BadInput(

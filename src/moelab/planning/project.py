@@ -266,7 +266,7 @@ def with_network(cluster: Cluster, nic_gb_s: float) -> Cluster:
     """A cluster whose network gives each GPU ``nic_gb_s`` GB/s each way.
 
     Raises:
-        ImpossibleHardware: for a bandwidth that is not positive and finite.
+        BadInput: for a bandwidth that is not positive and finite.
     """
     figure = SourcedNumber(value=nic_gb_s, label="derived", source="what-if: network bandwidth as given")
     return replace(cluster, name=f"{cluster.name}, {nic_gb_s:g} GB/s", node=replace(cluster.node, nic_gb_s=figure))
