@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from stand_in import titan_line
 from moelab import door
 from moelab.errors import BadInput
 from moelab.experiment import Experiment
+from moelab.judge.report import judge_paths
 from moelab.launch.progress import say_on_stderr
 from moelab.launch.status import follow
 from moelab.runs.collect import collect
@@ -24,7 +26,7 @@ from moelab.runs.directory import RunDir, discover, find
 from moelab.runs.follow import StudyFollower
 from moelab.runs.status import State, Status
 from moelab.viz.live import LiveView, dashboard
-from moelab.viz.report import write_report
+from moelab.viz.report import write_study_report
 
 TOKEN, KEY = "hf_" + some(34), some(40)
 SIGNS = "\x1b[2J\x1b]0;title\x07\x9b31m\u202eevil\u2066\u200b\x00\b".replace("\x00", "\x01")  # a name has no zero
@@ -157,14 +159,11 @@ def test_what_a_notebook_and_a_page_show_of_an_answer_does_not_show_them(study: 
         assert "***" in html
         assert not harmful(html)
         assert not harmful(repr(answer))
+    log = tmp_path / "a.log"
+    log.write_text(titan_line(1, "step: 1  loss: 8.0  memory: 1GiB(1%)  tps: 1"))
+    hostile = replace(judge_paths([log]), study=STUDY, origin="\n".join(LINES), paths=(Path(COMMAND + STUDY),))
     for with_paths in (True, False):
-        page = write_report(
-            tmp_path / "r.html",
-            title=STUDY,
-            notes=["\n".join(LINES)],
-            provenance={"command": COMMAND + STUDY},
-            with_paths=with_paths,
-        )
+        page = write_study_report(hostile, tmp_path / "r.html", with_paths=with_paths)
         assert not harmful(page.read_text())
 
 

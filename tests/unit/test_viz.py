@@ -10,21 +10,24 @@ import pkgutil
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from figure_support import assert_says, notes, title, unpacked
-from run_support import verdict_of
+from run_support import make_study, verdict_of
 
 import moelab.viz
 from moelab.errors import BadInput
+from moelab.judge.report import judge_paths
 from moelab.judge.throughput import arm_throughput, gain
 from moelab.judge.verdict import ArmSeeds, FinalLosses, Verdict, final_losses
 from moelab.runs.table import metrics_table
-from moelab.viz import arm_styles, loss_curves, loss_difference, throughput_bars, write_report
+from moelab.viz import arm_styles, loss_curves, loss_difference, throughput_bars
 from moelab.viz.draw import drawn_seeds, joined_lines, legend_below, panels
+from moelab.viz.report import report_figures, write_study_report
 from moelab.viz.study import verdict_examples, verdict_intervals
 from moelab.viz.table import TableView
 from moelab.viz.theme import MUTED, STUDY_ARMS, new_figure, wrap
@@ -240,31 +243,30 @@ def test_notes_stand_in_every_title_and_names_are_text() -> None:
 
 
 def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tmp_path: Path) -> None:
-    table = study()
-    verdict, columns = first_verdict(table), ["Arm", "Steps", "Loss", "Tokens/s"]
-    rows = [[HOSTILE, 2026, math.nan, 1234.4], ["bf16_standard", None, 3.61, None]]
-    frame = pd.DataFrame(rows, columns=columns, dtype=object)
-    runs = TableView(frame=frame, summary="Runs", decimals={"Loss": 4, "Tokens/s": 0}, label="derived")
-    assert str(runs).split("\n")[-1].split() == ["bf16_standard", "–", "3.6100", "–"]
-    figures = {HOSTILE: loss_curves(table), "B": loss_curves(table)}
-    path = tmp_path / "new folder" / "report.html"
-    verdicts = [verdict, first_verdict(study(seeds=1))]
-    page = write_report(path, title="A", verdicts=verdicts, figures=figures, tables=[runs], provenance={}).read_text()
+    judged = replace(judge_paths([make_study(tmp_path)]), origin=HOSTILE)
+    page = write_study_report(judged, tmp_path / "new folder" / "report.html").read_text()
     assert page.count("<script") == 4  # plotly.js, the figures' data, what draws them, what unfolds a table
     assert "default-src 'none'" in page
     assert all(link.startswith("#") for link in re.findall(r'\s(?:src|href|srcset|data|action|poster)="([^"]*)', page))
     assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
     drawings = json.loads(unpacked(page, "drawings"))["figures"]
     assert len(drawings) == page.count('class="drawing" id="figure-') == 2
-    (drawn, *_), (given, *_) = drawings[0]["data"][::-1], figures[HOSTILE].data[::-1]
+    (drawn, *_), (given, *_) = drawings[0]["data"][::-1], report_figures(judged)["Training loss."].data[::-1]
     assert (drawn["x"], drawn["y"]) == (list(given.x), pytest.approx(given.y, rel=1e-4))
+    (verdict,) = judged.verdicts
     numbers = (verdict.reference_sd, verdict.sd_difference, verdict.margin_nats, verdict.arm_losses[0])
     interval = f"{verdict.interval.low:+.4f} to {verdict.interval.high:+.4f}"
-    card = [verdict.sentence(), *(f"{number:.4f}" for number in numbers), interval, "0, 1, 2, 3", "73 to 80"]
-    cells = ['<th scope="row">bf16_standard</th>', '<td class="number">1,234</td>', '<td class="number">2,026</td>']
-    text = html.unescape(page)
-    assert not re.search(r"\bnan\b", re.sub(r"(?s)<script.*?</script>", "", text)), "of one seed there is no p-value"
-    assert [
-        one for one in (*card, *cells, 'class="card equivalent"', '"badge derived">derived<') if one not in text
-    ] == []
-    assert (page.count('<td class="number">–</td>'), page.count("&lt;script&gt;alert(1)")) == (3, 2)
+    card = [verdict.sentence(), *(f"{number:.4f}" for number in numbers), interval, "0, 1, 2, 3", "19 to 20"]
+    cells = ['<td class="number">1,000</td>', '<td class="number">5.0000</td>', 'class="card equivalent"']
+    assert [one for one in (*card, *cells) if one not in html.unescape(page)] == []
+    assert not re.search(r"\bnan\b", re.sub(r"(?s)<script.*?</script>", "", page))
+    assert page.count("&lt;script&gt;alert(1)") == 1
+
+
+def test_a_table_has_a_dash_for_what_is_missing_and_aligns_numbers() -> None:
+    rows = [[HOSTILE, 2026, math.nan, None], ["bf16_standard", None, 3.61, None]]
+    frame = pd.DataFrame(rows, columns=["arm", "steps", "loss", "note"], dtype=object)
+    table = TableView(frame=frame, summary="Runs", decimals={"loss": 4})
+    assert str(table).split("\n")[-1].split() == ["bf16_standard", "–", "3.6100", "–"]
+    assert table.is_number == [False, True, True, False]
+    assert "<script" not in table._repr_html_()

@@ -250,7 +250,7 @@ class Report:
     # Loss
 
     @cached_property
-    def verdicts(self) -> Sequence[Verdict]:
+    def verdicts(self) -> list[Verdict]:
         """Convergence of every other arm, on the final training loss; none where a run is from elsewhere."""
         return correct_for_arms([_verdict(self, side, self._final_of(side)) for side in self.arms[1:]])
 
@@ -263,7 +263,7 @@ class Report:
         return FinalLosses(seeds={}, first_step=first_final_step(last, self.final_fraction), last_step=last)
 
     @cached_property
-    def held_out(self) -> Sequence[Verdict]:
+    def held_out(self) -> list[Verdict]:
         """Convergence of the arms that were validated, on the loss of text that no run trained on."""
         runs = [run for side in self.arms for run in side.finished if len(run.validation)]
         # The step that most validated last: one run alone, cut off or longer, does not decide for the others.

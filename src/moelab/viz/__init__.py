@@ -39,7 +39,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
             "arms_beside_projection",
             "step_breakdown",
         ],
-        "report": ["write_report"],
         "study": [
             "loss_curves",
             "loss_difference",

@@ -15,7 +15,7 @@ import json
 import math
 import shlex
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from moelab.files import write_whole
 from moelab.judge.arms import arm_label, contrast
 from moelab.judge.report import Report, span_of
 from moelab.judge.sides import SPEED_PACKAGES, differing_values
-from moelab.judge.verdict import Verdict
 from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.settings import spread
 from moelab.viz.study import (
@@ -52,40 +51,13 @@ SIGNIFICANT_DIGITS = 5
 PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
 
 
-def write_report(
-    path: Path | str,
-    *,
-    title: str,
-    summary: Mapping[str, str] | None = None,
-    settings: TableView | None = None,
-    same_settings: str = "",
-    verdicts: Sequence[Verdict] = (),
-    figures: Mapping[str, go.Figure] | None = None,
-    tables: Sequence[TableView] = (),
-    provenance: Mapping[str, str],
-    notes: Sequence[str] = (),
-    with_paths: bool = False,
-) -> Path:
-    """Write a study's report as one self-contained HTML file.
+def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) -> Path:
+    """Write a report as one self-contained HTML file, which is replaced at once or not at all.
 
     Args:
-        path: It is replaced at once or not at all.
-        title: Title of the report.
-        summary: The questions that a reader has first, each with its answer in a sentence.
-        settings: What differs between the configurations, shown before the figures.
-        same_settings: What does not, on a line.
-        verdicts: Each is shown as a card with the numbers behind it.
-        figures: Figures by their captions.
-        tables: Tables, such as one row a run.
-        provenance: What was run, on what and with which versions, in the order to show.
-        notes: Remarks a reader must see before the numbers, such as "MXFP8 kernels are emulated".
-        with_paths: Leave folders, host and user names in the texts.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> write_report(folder / "report.html", title="A study", provenance={"moelab": "0.1.0"}).name
-        'report.html'
+        judged: of :func:`~moelab.judge.report.judge_paths` or :func:`~moelab.judge.report.judge_study`.
+        path: file to write.
+        with_paths: leave folders, host and user names in it.
     """
     # What every text goes through, once however often a page of thousands of runs repeats it.
     clean = functools.lru_cache(maxsize=10_000)(without_secrets if with_paths else shareable)
@@ -98,26 +70,26 @@ def write_report(
         lstrip_blocks=True,
     )
     environment.filters |= {"cell": cell_text, "signed": _signed}
-    environment.globals["contrast"] = contrast
-    drawings = [_drawing(figure, clean) for figure in (figures or {}).values()]
+    figures = report_figures(judged)
+    first = judged.reference.values
+    same = {name for name in first if all(side.values.get(name) == first[name] for side in judged.sides)}
+    drawings = [_drawing(figure, clean) for figure in figures.values()]
     page = environment.get_template("report.html.j2").render(
-        title=title,
-        summary=summary,
-        verdicts=verdicts,
+        judged=judged,
+        contrast=contrast,
+        settings=settings_table(judged) if judged.others else None,
+        same_settings=" · ".join(f"{name} {value}" for name, value in first.items() if name in same),
         figures=figures,
-        tables=tables,
-        settings=settings,
-        same_settings=same_settings,
-        provenance=provenance,
-        notes=notes,
+        runs=runs_table(judged),
+        provenance=provenance(judged),
         rows_shown=MOST_ROWS,
         sort=SORT,
         alphabet=json.dumps(ALPHABET),
         plotlyjs=_packed_plotlyjs() if figures else "",
         drawings=packed(json.dumps({"config": PLOT_CONFIG, "figures": drawings}, ensure_ascii=False)),
     )
-    write_whole(Path(path), page)
-    return Path(path)
+    write_whole(path, page)
+    return path
 
 
 _BASE85 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
@@ -167,33 +139,12 @@ def _signed(value: float | None) -> str:
 # A report's figures and tables
 
 
-def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) -> Path:
-    """Write a report as one self-contained HTML file.
-
-    Args:
-        judged: of :func:`~moelab.judge.report.judge_paths` or :func:`~moelab.judge.report.judge_study`.
-        path: file to write.
-        with_paths: leave folders, host and user names in it.
-    """
+def settings_table(judged: Report) -> TableView:
+    """What differs between the configurations, a column for each side."""
     differing = [[name, *values] for name, values in differing_values(judged.sides).items()]
     columns = ["setting", *(side.label for side in judged.sides)]
-    table = pd.DataFrame(differing or [["nothing known", *(None for _ in judged.sides)]], columns=columns, dtype=object)
-    title = "What differs between the configurations, as far as they are known"
-    first = judged.reference.values
-    same = {name for name in first if all(side.values.get(name) == first[name] for side in judged.sides)}
-    return write_report(
-        path,
-        title=judged.title,
-        summary=judged.summary,
-        settings=as_table(table, title) if judged.others else None,
-        same_settings=" · ".join(f"{name} {value}" for name, value in first.items() if name in same),
-        verdicts=[*judged.verdicts, *judged.held_out],
-        figures=report_figures(judged),
-        tables=[runs_table(judged)],
-        provenance=provenance(judged),
-        notes=judged.notes,
-        with_paths=with_paths,
-    )
+    frame = pd.DataFrame(differing or [["nothing known", *(None for _ in judged.sides)]], columns=columns, dtype=object)
+    return as_table(frame, "What differs between the configurations, as far as they are known")
 
 
 def report_figures(judged: Report) -> dict[str, go.Figure]:
@@ -291,7 +242,7 @@ def runs_table(judged: Report) -> TableView:
     # As objects: beside a missing value pandas would make floats of whole numbers. A seed is a name: 2026, not 2,026.
     rows = [row | {"seed": row["seed"] if row["seed"] is None else str(row["seed"])} for row in judged.rows]
     frame = pd.DataFrame(rows, columns=[*names], dtype=object).rename(columns=names)
-    return TableView(frame=frame, summary="Runs", decimals=decimals, label="measured")
+    return as_table(frame, "Runs (measured)", decimals=decimals)
 
 
 def provenance(judged: Report) -> dict[str, str]:

@@ -37,7 +37,6 @@ class TableView:
     frame: pd.DataFrame
     summary: str
     decimals: Mapping[str, int]
-    label: str = ""  # how its numbers are known: measured, derived or quoted; empty of settings
 
     def __repr__(self) -> str:
         """The table as text."""
