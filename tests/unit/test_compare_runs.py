@@ -235,7 +235,7 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     losses = falling(range(1, 41))
     slow, fast = (log_of(tmp_path / f"{name}.log", losses, tps=tps) for name, tps in (("slow", 1000), ("fast", 1500)))
     faster, _, what = compared(slow, fast).summary.values()
-    words = "fast logged 1.5 times the tokens/s per GPU of slow (whether model and GPU are the same is not known)"
+    words = "fast logged 1.5 times the tokens/s per GPU of slow (whether it is the same model and GPU is not known)"
     assert faster == f"{words}."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
     assert compared(slow).summary["Faster?"] == "There is nothing to compare with."

@@ -583,7 +583,7 @@ def _faster(report: Report) -> str:
             ratio = f"{tps[side.name] / tps[first.name]:.3g} times the tokens/s per GPU of {first.label}"
             names = {"model": "model", "gpu": "GPU"}
             unknown = [noun for name, noun in names.items() if not (name in side.values and name in first.values)]
-            caveat = f" (whether {' and '.join(unknown)} are the same is not known)" if unknown else ""
+            caveat = f" (whether it is the same {' and '.join(unknown)} is not known)" if unknown else ""
             findings.append(f"{side.label} logged {ratio}{caveat}")
         else:
             findings.append(f"{side.label} and {first.label} did not both log tokens/s")
