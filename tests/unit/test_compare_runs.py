@@ -238,7 +238,8 @@ def test_bare_logs_are_summed_up(tmp_path: Path) -> None:
     words = "fast logged 1.5 times the tokens/s per GPU of slow (whether it is the same model and GPU is not known)"
     assert faster == f"{words}."
     assert what == "an unknown model on unknown hardware; 40 steps, one run each."
-    assert compared(slow).summary["Faster?"] == "There is nothing to compare with."
+    alone = compared(slow)
+    assert (alone.title, alone.summary["Faster?"]) == ("Run slow", "There is nothing to compare with.")
     cpu = log_of(tmp_path / "cpu.log", losses, gpu_lines().replace("CUDA capacity: NVIDIA", "CPU capacity:"), tps=9)
     words += "; not measured for cpu over slow: a CPU process stands in for a GPU."
     assert compared(slow, fast, cpu).summary["Faster?"] == words
@@ -277,12 +278,6 @@ def test_logs_of_other_work_have_no_ratio_of_speeds(tmp_path: Path) -> None:
     assert any(claim in title(figure) for figure in report_figures(report).values())
     assert compared(other, log_of(tmp_path / "unknown.log", losses)).no_gain == {}
     assert report_figures(compared(log_of(tmp_path / "zero.log", dict.fromkeys(losses, 0.0))))
-
-
-def test_one_log_has_a_report_of_its_own() -> None:
-    report = compared(EXAMPLE_LOGS[0])
-    assert (report.title, report.differences) == ("Run bf16_on_h100", [])
-    assert len(report_figures(report)) == 2  # loss and throughput
 
 
 @pytest.mark.parametrize("name", ["missing", "empty", "empty.log", "bytes.log", "no_steps.csv", "torn.json"])
@@ -375,7 +370,6 @@ UNREADABLE = {
     "values": "\n".join(f"k{n}: 1" for n in range(1_001)),
     "size": "a: " + "x" * 1_000_000,
     "no number": 'a: !!int ""',
-    "a long number": "a: 0x" + "f" * 5_000,
     "a list": "- 1",
 }
 

@@ -13,8 +13,6 @@ from run_support import (
     ENDS,
     ENVIRONMENT,
     STEPS,
-    add_launch,
-    collect_and_save,
     curve,
     make_run,
     make_study,
@@ -293,11 +291,3 @@ def test_a_machine_is_one_of_gpus_unless_its_ranks_saw_none(
     record_machine(tmp_path / "s", **environment)
     judged = judge_study(tmp_path / "s")
     assert (judged.on_cpu, judged.gains, provenance(judged)["machine"]) == (on_cpu, [], hardware)
-
-
-def test_the_memory_of_repeated_steps_is_the_largest(tmp_path: Path) -> None:
-    run = train(tmp_path / "s")
-    add_launch(run, {STEPS: 5.0}, memory_gib=9.25)
-    add_launch(run, {STEPS: 5.0})
-    assert collect_and_save(run).finished
-    assert '"memory_gib_peak": 9.25' in (run.path / "results.json").read_text()

@@ -205,11 +205,10 @@ def test_bars_show_values_and_a_gain_that_is_resolved() -> None:
     figure = throughput_bars(arm_throughput(table), gains=[faster])
     assert f"{faster.percent:+.1f} % ({faster.interval.percent.low:+.1f} to " in notes(figure)[1]
     arms = {arm.arm: arm for arm in arm_throughput(table)}
-    bars, intervals, seeds = figure.data
+    bars, intervals = figure.data
     assert list(bars.x) == list(intervals.x) == [arms[arm].tps for arm in PAIR]
     highs = [x + reach for x, reach in zip(intervals.x, intervals.error_x.array, strict=True)]
     assert highs == pytest.approx([arms[arm].interval.high for arm in PAIR])
-    assert sorted(seeds.x) == sorted(tps for arm in PAIR for tps in arms[arm].tps_by_seed.values())
     assert figure.layout.xaxis.range[1] > max(highs)
     assert figure.layout.yaxis.ticktext == ("BF16 + standard all-to-all", "MXFP8 + standard all-to-all")
     assert not any("%" in note for note in notes(throughput_bars(arm_throughput(table))))

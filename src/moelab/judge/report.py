@@ -59,7 +59,6 @@ from moelab.judge.verdict import (
 )
 from moelab.model import shape_for, tokenizer_size
 from moelab.runs.collect import Collected
-from moelab.runs.settings import spread
 from moelab.runs.table import merge_segments, throughput_rows
 
 _ASKED = {
@@ -543,7 +542,6 @@ def _row(
     report: Report, one: Attempt, label: str, side: Side | None, medians: Mapping[tuple[str, int], float]
 ) -> dict[str, Any]:
     run, known = one.collected, one.collected.environment if one.collected else None
-    chip = side.facts.get("chip") if side is not None and side.experiment is None else None
     numbers = {
         "final_loss_nats": final_loss(run, report.final_fraction) if run else math.nan,
         "held_out_loss_nats": run.validation_loss if run else math.nan,
@@ -559,7 +557,7 @@ def _row(
         "status": run.status.state.value if run else "unknown",
         "steps": run.last_step if run else 0,
         **{name: finite_or_none(number) for name, number in numbers.items()},
-        "machine": known.machine if known else spread(chip or []) or None,
+        "machine": known.machine if known else None,
         "versions": known.versions if known else {},
         "damaged": list(run.damaged) if run else [],
         "used": not one.reason,

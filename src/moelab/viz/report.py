@@ -191,10 +191,8 @@ def verdicts_figure(judged: Report) -> go.Figure:
     if not judged.verdicts:
         raise BadInput("there is no verdict: it takes a finished run of the reference and of another arm")
     rows = {arm_label(verdict.arm): verdict for verdict in judged.verdicts}
-    # An arm that diverged with every seed has no common one, and "n = 0 seeds" would read as no run.
-    seeds = span_of(max(1, verdict.n_seeds) for verdict in judged.verdicts)
-    reference = arm_label(judged.verdicts[0].reference)
-    title = f"Final training loss against {reference}; n = {seeds} seed{'s' * (seeds != '1')}"
+    seeds = span_of(verdict.n_seeds for verdict in judged.verdicts)
+    title = f"Final training loss against {arm_label(judged.verdicts[0].reference)}; common seeds: {seeds}"
     return verdict_intervals(rows, title, note=judged.loss_note)
 
 
@@ -258,7 +256,5 @@ def provenance(judged: Report) -> dict[str, str]:
         "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
         "Command": command,
         **{name: words for name, words in facts.items() if words not in ("", "not installed")},
-        **{f"Configuration, {one.label}": one.settings.source for one in judged.sides if one.experiment is None},
-        **{f"Model, {one.label}": one.experiment.model_label for one in judged.sides if one.experiment},
         **{f"Command, {one.name_of(run)}": run.command for one in judged.sides for run in one.runs if run.command},
     }

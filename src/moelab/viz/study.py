@@ -316,8 +316,8 @@ def throughput_bars(
     by_arm = {one.arm: one for one in gains if one.arm in measured}
     counts = [arm.n_seeds for arm in arms]
     reading = (
-        f"Geometric mean over seeds of each run's median after its warm-up; points: seeds; n = {span(counts)} seeds "
-        f"per arm, {100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by "
+        f"Geometric mean over seeds of each run's median after its warm-up; n = {span(counts)} seeds per arm, "
+        f"{100 * arms[0].interval.level:g} % t intervals, cut where they leave the axis; gains are paired by "
         "seed."
     )
     if max(counts) == 1:
@@ -330,22 +330,14 @@ def throughput_bars(
             gained = f"{percent.low:+.1f} to {percent.high:+.1f}" if percent.exists else "no interval"
             texts[-1] += f"<br>{over.percent:+.1f} % ({gained})"
     # With two seeds an interval may be a hundred times as long as the bars, which must stay readable beside it.
-    most = max(max(arm.tps, *arm.tps_by_seed.values()) for arm in arms)
+    most = max(arm.tps for arm in arms)
     ends = [min(2 * most, max(arm.interval.high if arm.interval.exists else 0.0, arm.tps)) for arm in arms]
     tps = {arm.arm: arm.tps for arm in arms}
     figure = _arm_rows("Throughput by arm", tps, texts, ends, styles=styles, subtitle=reading, note=note)
     judged = {place: arm for place, arm in enumerate(arms) if arm.interval.exists}
     intervals = [(arm.interval.low, arm.tps, arm.interval.high) for arm in judged.values()]
     figure.add_trace(interval_marks(list(judged), intervals, color=INK, marker_color=INK, hoverinfo="skip"))
-    seeds = [(place, seed, tps) for place, arm in enumerate(arms) for seed, tps in arm.tps_by_seed.items()]
-    return figure.add_scatter(
-        x=[tps for _, _, tps in seeds],
-        y=[place + 0.38 for place, _, _ in seeds],  # below the middle, where the interval is
-        mode="markers",
-        marker={"size": 8, "color": "white", "line": {"color": MUTED, "width": 2}},
-        customdata=[seed for _, seed, _ in seeds],
-        hovertemplate="seed %{customdata}: %{x:,.0f} tokens/s<extra></extra>",
-    )
+    return figure
 
 
 def published_bars() -> go.Figure:
