@@ -510,10 +510,11 @@ def judge_study(path: Path, *, study: Study | None = None, **options: Any) -> Re
 
 def _notes(report: Report) -> list[str]:
     named = {side.label for side in report.arms}  # whose runs without a result a verdict names
+    not_judged = {id(one) for one in report.not_judged}
     left_out = [
         (one.reason, label, one.seed)
         for label, one in report.attempts
-        if one.reason and (one in report.not_judged or (label not in named and one.seed not in report.dropped_seeds))
+        if one.reason and (id(one) in not_judged or (label not in named and one.seed not in report.dropped_seeds))
         # An attempt that another one replaced stands in the table of runs alone, unless it diverged.
         if not one.is_replaced or (one.collected and one.collected.diverged)
     ]
@@ -718,13 +719,15 @@ def _other_attempts(side: Side, reference: Side, final: FinalLosses) -> Iterator
 
     both = [(side, reference, 1), (reference, side, -1)]
     attempts = [
-        (own, run, {one.seed: one for one in other.attempted}.get(run.seed), sign)
+        (own, run, {one.seed: one for one in other.attempted}.get(run.seed), sign, is_replaced)
         for own, other, sign in both
-        for run in (*(run for run in own.attempted if run.seed in own.lost_seeds), *own.replaced)
+        for is_replaced, runs in ((False, own.attempted), (True, own.replaced))
+        for run in runs
+        if is_replaced or run.seed in own.lost_seeds
     ]
     ours, theirs = ({run.seed: curve(run) for run in one.finished if attempts} for one in (side, reference))
     judged = pd.DataFrame({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
-    for own, run, other, sign in attempts:
+    for own, run, other, sign, is_replaced in attempts:
         losses = curve(run)
         differences = losses * math.nan if other is None else (losses - curve(other)).dropna() * sign
         common = losses.index if other is None else differences.index
@@ -734,7 +737,7 @@ def _other_attempts(side: Side, reference: Side, final: FinalLosses) -> Iterator
             arm=own.name,
             seed=run.seed or 0,
             end=end_of(run) if run.diverged or not run.finished else "finished",
-            is_replaced=run in own.replaced,
+            is_replaced=is_replaced,
             has_ended=run.finished or run.diverged is not None,
             has_diverged=run.diverged is not None,
             loss=float(losses.reindex(common).mean()),

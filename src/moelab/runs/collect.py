@@ -106,11 +106,6 @@ class Collected(SideFiles):
         return float(self.validation["loss"].iloc[-1]) if len(self.validation) else math.nan
 
     @property
-    def slowed_steps(self) -> range:
-        """Steps whose time a trace lengthened."""
-        return _slowed_steps(self.experiment) if self.experiment else range(0)
-
-    @property
     def emulates_products(self) -> bool:
         """Whether quantised products were emulated, as its ranks recorded or, without a record, as was asked for."""
         if self.experiment is None or self.experiment.precision is not Precision.MXFP8:

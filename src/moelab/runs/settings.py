@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -136,13 +136,6 @@ def run_settings(run: RunDir, environment: Environment | None) -> Settings:
     except BadInput:  # missing or damaged, which is told where the run is
         log = {}
     return Settings(values=values | log, source="experiment.yaml, environment.json and its log")
-
-
-def settings_of_all(runs: Sequence[Settings]) -> Settings:
-    """The configuration of several runs of one source: where they are not alike, how many have which value."""
-    names = dict.fromkeys(name for one in runs for name in one.values)
-    values = {name: spread(one.values.get(name, "unknown") for one in runs) for name in names}
-    return Settings(values=values, source=runs[0].source)
 
 
 def spread(values: Iterable[str]) -> str:
