@@ -221,6 +221,7 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
         train(study, "bf16", seed, **FAILED | {"reason": reason})
     torch = {"torch": f"{HOSTILE} /home/alice"}  # a machine's own words reach the page too
     record_machine(study, "mxfp8_standard/*", gpus=[{"name": HOSTILE}], processor=HOSTILE, packages=torch)
+    (train(study, "bf16", 10).path / "launch" / "command.sh").write_text("'X=/home/alice smith/s/x.yaml' python\n")
     page = shown_page(page_of(study))
     assert "<script>alert(1)" not in page
     assert "<img src=x" not in page
@@ -229,7 +230,7 @@ def test_a_page_is_private_inert_and_offline(study: Path) -> None:
     text = html.unescape(page)
     emulated, space = "emulated MXFP8 kernels: no measure of speed", "No space left on device: '…/metrics.parquet'"
     assert all(words in text for words in (HOSTILE, emulated, space))
-    names = [str(study.parents[1]), f"{Path.home()}/", "/home/", "alice", "/tmp/", socket.gethostname()]
+    names = [str(study.parents[1]), f"{Path.home()}/", "/home/", "alice", "smith", "/tmp/", socket.gethostname()]
     assert [name for name in names if name in text] == []
     assert getpass.getuser() == "root" or getpass.getuser() not in text
     with_paths = html.unescape(shown_page(page_of(study, with_paths=True)))

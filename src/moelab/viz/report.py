@@ -81,7 +81,7 @@ def write_study_report(judged: Report, path: Path, *, with_paths: bool = False) 
         same_settings=" · ".join(f"{name} {value}" for name, value in first.items() if name in same),
         figures=figures,
         runs=runs_table(judged),
-        provenance=provenance(judged),
+        provenance=provenance(judged, with_paths=with_paths),
         rows_shown=MOST_ROWS,
         sort=SORT,
         alphabet=json.dumps(ALPHABET),
@@ -243,8 +243,9 @@ def runs_table(judged: Report) -> TableView:
     return as_table(frame, "Runs (measured)", decimals=decimals)
 
 
-def provenance(judged: Report) -> dict[str, str]:
+def provenance(judged: Report, *, with_paths: bool = False) -> dict[str, str]:
     """What was run, where and with what; each line says how many runs have which where they are not alike."""
+    shown = str if with_paths else _without_spaced_folders
     # Of `.` too, which has no name of its own; a link keeps the name that was typed.
     command = shlex.join(["moelab", "report", *(path.absolute().name for path in judged.paths)])
     facts = {}
@@ -256,5 +257,16 @@ def provenance(judged: Report) -> dict[str, str]:
         "Written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, by moelab {moelab.__version__}",
         "Command": command,
         **{name: words for name, words in facts.items() if words not in ("", "not installed")},
-        **{f"Command, {one.name_of(run)}": run.command for one in judged.sides for run in one.runs if run.command},
+        **{
+            f"Command, {one.name_of(run)}": shown(run.command)
+            for one in judged.sides
+            for run in one.runs
+            if run.command
+        },
     }
+
+
+def _without_spaced_folders(command: str) -> str:
+    """A command without its quoted folders, in whose names only a shell sees where a path ends."""
+    words = shlex.split(command)
+    return " ".join(f"{word.partition('/')[0]}…" if " " in word and "/" in word else word for word in words)
