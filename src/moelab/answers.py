@@ -159,7 +159,7 @@ def of_arm(by_arm: Mapping[str, T], arm: str | None) -> T:
         return next(iter(by_arm.values()))
     named = [name for name in by_arm if name == arm] or [name for name in by_arm if name.startswith(arm)]
     if len(named) != 1:
-        raise BadInput(f"arm {arm!r} is not there, or not only once; the arms are {', '.join(by_arm)}")
+        raise BadInput(f"--arm {arm!r} names {len(named)} arms of the study, not one; its arms: {', '.join(by_arm)}")
     return by_arm[named[0]]
 
 
