@@ -697,6 +697,15 @@ class Collection(Answer):
     def _json(self) -> Json:
         return {"runs": [run.to_json() for run in self.runs], **self.found.to_json()}
 
+    def write_json(self, stream: TextIO) -> None:
+        """Write :meth:`to_json` to a stream one run at a time: all rows are hundreds of MB."""
+        print('{"runs": [', end="\n ", file=stream)
+        for number, run in enumerate(self.runs):
+            print(",\n " * bool(number) + run.json_text(), end="", file=stream)
+        # The list of runs is closed by hand, so the rest of the object follows without its opening brace.
+        others = each_text(without_secrets, self.found.to_json())
+        print(f"\n],{json.dumps(others, indent=1)[1:]}", file=stream)
+
     def frame(self) -> pd.DataFrame:
         """The metrics table: a row for each logged step of each run."""
         from moelab.runs.table import joined_rows
