@@ -295,6 +295,7 @@ def project(
     from_hf: str | None = None,
     load: str | Path | None = None,
     calibration: str | None = None,
+    document_tokens: float | None = None,
     **fields: Any,
 ) -> Projected:
     """Predict tokens/s per GPU and where the time of a step goes.
@@ -306,6 +307,7 @@ def project(
         from_hf: take the model from a Hugging Face config.json, its folder, or by name.
         load: a run, or its expert_load.parquet: use the expert load it measured (routing: learned).
         calibration: use the constants that moelab explain --fit saved: a name or a path.
+        document_tokens: mean length of your documents, which attention keeps apart; the dataset's if it is not given.
         fields: of every experiment.
 
     Raises:
@@ -317,11 +319,12 @@ def project(
     """
     from moelab.planning import project as planning
 
-    chosen, rates = _chosen(source, from_hf, arm, fields), _calibration(calibration)
+    chosen = _chosen(source, from_hf, arm, fields)
+    options = {"calibration": _calibration(calibration), "document_tokens": document_tokens}
     arms, refused = {}, {}
     for one in chosen.arms:
         try:
-            arms[one.arm] = planning.project(one, constants=_constants(load, one), calibration=rates)
+            arms[one.arm] = planning.project(one, constants=_constants(load, one), **options)
         except Refused as error:
             if len(chosen.arms) == 1:
                 raise

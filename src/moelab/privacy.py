@@ -136,6 +136,10 @@ _FOLDERS = re.compile(
 )
 
 
+_QUOTED_VALUE = re.compile(r"""(?<=(['"]))([\w-]+=)(/[^'"\n<>]+)(?=\1)""")
+"""A folder as the value of a variable, both in quotes, where its name may have blanks."""
+
+
 def without_places(text: str) -> str:
     """A text without this machine's folders, user name and host name, and without secrets.
 
@@ -247,7 +251,8 @@ def shareable(text: str) -> str:
     >>> shareable("No space left on device: '/scratch/ada/runs/metrics.parquet'")
     "No space left on device: '…/metrics.parquet'"
     """
-    return _ADDRESS.sub("USER@HOST", without_places(_FOLDERS.sub(_file_alone, text)))
+    text = _QUOTED_VALUE.sub(lambda found: found[2] + _file_alone(found[3]), text)
+    return _ADDRESS.sub("USER@HOST", without_places(_FOLDERS.sub(lambda found: _file_alone(found[0]), text)))
 
 
 @functools.cache
@@ -273,8 +278,8 @@ def _commit_or_hidden(digits: re.Match[str]) -> str:
     return digits[0] if is_commit or len(set(digits[0])) < 6 else HIDDEN
 
 
-def _file_alone(path: re.Match[str]) -> str:
-    last = path[0].rsplit("/", 1)[-1]
+def _file_alone(path: str) -> str:
+    last = path.rsplit("/", 1)[-1]
     return f"…/{last}" if _FILE.fullmatch(last) else "…"
 
 

@@ -334,7 +334,9 @@ ANSWERS = {
         margin_nats=0.1,
     ),
     "across the margin": case(shifted(*ACROSS), REFERENCE, OPEN, r"zero is not excl.* \d+ to (more than )?\d+ common"),
-    "beside zero": case(shifted(0.05, 0.01, 0.06, 0.03), REFERENCE, OPEN, "zero is excluded", margin_nats=0.05),
+    "beside zero": case(
+        shifted(0.05, 0.01, 0.06, 0.03), REFERENCE, OPEN, "The interval excludes zero", margin_nats=0.05
+    ),
     "far too few seeds": case(
         shifted(*WIDE), REFERENCE, OPEN, "more than 100 common seeds.* 80 % power", margin_nats=0.01
     ),

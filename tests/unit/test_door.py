@@ -398,3 +398,12 @@ def test_the_published_layout_has_64_shards_and_four_of_experts() -> None:
 def test_a_backend_that_cannot_pad_names_those_that_can() -> None:
     experiment = Experiment(precision="mxfp8", ep_backend="minimal_async_ep", ep=2, gpus_per_node=2)
     assert any("those that do: standard, deepep, hybridep" in reason for reason in plan(experiment).reasons)
+
+
+def test_a_study_s_file_is_the_study_and_documents_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("study: mine\nexperiment: {steps: 5, hardware: cpu}\narms: [{precision: bf16}]\n")
+    with pytest.raises(BadInput, match="study mine has no run in"):
+        report(file, runs=tmp_path)
+    own, long = (project("671B_b200_x256", arm="bf16_standard", document_tokens=one) for one in (None, 8192))
+    assert long.tps < own.tps  # longer documents, more attention

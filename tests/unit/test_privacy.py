@@ -67,6 +67,7 @@ def test_places_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     [
         ("No space left: '/scratch/ada/runs/metrics.parquet'", "No space left: '…/metrics.parquet'"),
         ("'/home/ada smith/my runs/experiment.yaml'", "'…/experiment.yaml'"),
+        ("env 'HF_HOME=/scratch/ada smith/hub' python", "env 'HF_HOME=…' python"),
         ("in /scratch/ada", "in …"),
         ("PATH=/opt/ada/bin:/usr/bin", "PATH=…:…"),
         ("<b>/scratch/ada/train.log</b>", "<b>…/train.log</b>"),

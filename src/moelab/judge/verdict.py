@@ -658,7 +658,11 @@ def _settled_by(verdict: Verdict, pair: _Pair) -> Verdict:
     )
     ends = dict.fromkeys(f"more than {MAX_SEEDS_SEARCHED}" if end is None else str(end) for end in needed)
     words = (
-        f"The interval reaches beyond the margin, and zero is {'' if verdict.excludes_zero else 'not '}excluded. Were "
-        f"the true difference 0, {' to '.join(ends)} common seeds would show it with {100 * POWER:g} % power."
+        f"The interval reaches beyond the margin, and zero is not excluded. Were the true difference 0, "
+        f"{' to '.join(ends)} common seeds would show it with {100 * POWER:g} % power."
     )
+    if verdict.excludes_zero:  # how many seeds show that there is no difference is no question any more
+        words = (
+            "The interval excludes zero and reaches into the margin: more seeds say whether the difference is larger."
+        )
     return replace(verdict, settled_by=words, seeds_needed=needed)
