@@ -143,6 +143,10 @@ def test_a_report_names_the_run_and_marks_its_steps(tmp_path: Path, capsys: pyte
         (marks,) = (trace for trace in loss.data if trace.name == "gradient norm not finite")
         assert list(zip(marks.x, marks.y, strict=True)) == [(step, pytest.approx(loss_of(step))) for step in (3, 4)]
         assert not any(trace.name == "gradient norm not finite" for one in others for trace in one.data)
+    figure = report_figures(judge_paths([tmp_path / "s"]))["Gradient norm of every arm."]
+    healthy, sickly = (dict(zip(line.x, line.y, strict=True)) for line in figure.data)
+    assert healthy[1] == sickly[1] == pytest.approx(NORMAL[1])
+    assert math.isfinite(sickly[3]), "the mean of the two seeds whose norm is finite there"
     assert not any("gradient" in note for note in judge_paths([normal]).notes)
     assert main(["report", str(tmp_path / "s"), "--json", "--output", str(tmp_path / "r.html")]) == 0
     assert of_study in json.loads(capsys.readouterr().out)["note"]

@@ -249,7 +249,7 @@ def test_a_report_has_its_numbers_as_text_and_plotly_once_and_asks_no_network(tm
     assert all(link.startswith("#") for link in re.findall(r'\s(?:src|href|srcset|data|action|poster)="([^"]*)', page))
     assert re.match(r"/\*\*\s+\* plotly\.js v\d", unpacked(page, "plotlyjs"))
     drawings = json.loads(unpacked(page, "drawings"))["figures"]
-    assert len(drawings) == page.count('class="drawing" id="figure-') == 2
+    assert len(drawings) == page.count('class="drawing" id="figure-') == 3
     (drawn, *_), (given, *_) = drawings[0]["data"][::-1], report_figures(judged)["Training loss."].data[::-1]
     assert (drawn["x"], drawn["y"]) == (list(given.x), pytest.approx(given.y, rel=1e-4))
     (verdict,) = judged.verdicts

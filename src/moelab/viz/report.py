@@ -37,6 +37,7 @@ from moelab.privacy import each_text, shareable, without_secrets
 from moelab.runs.settings import spread
 from moelab.viz.study import (
     expert_load_figure,
+    gradient_norms,
     loss_curves,
     loss_difference,
     run_differences,
@@ -168,6 +169,8 @@ def _figures(judged: Report) -> Iterator[tuple[str, go.Figure]]:
     # A CPU's tokens/s would be read as a GPU's.
     if judged.throughput and not judged.on_cpu:
         yield "Throughput after the warm-up.", throughput_figure(judged)
+    if judged.verdicts and np.isfinite(judged.table["grad_norm"]).any():
+        yield "Gradient norm of every arm.", gradient_norms(judged.table, styles=styles)
     for side in judged.sides:
         # One seed of each: maps of experts cannot be averaged, as popular experts have other numbers in each.
         run = next((run for run in side.finished if run.load is not None), None)

@@ -137,6 +137,15 @@ def loss_curves(
     return legend_below(figure.update_layout(hovermode="x unified", showlegend=True))
 
 
+def gradient_norms(table: pd.DataFrame, *, styles: Mapping[str, ArmStyle]) -> go.Figure:
+    """Gradient norm over all steps on a logarithmic axis: of each arm the mean over its seeds."""
+    figure = new_figure("Gradient norm", subtitle="Mean over the seeds of each arm, where it is finite.", height=400)
+    for name, style in styles.items():
+        norms = seed_curves(table, name, "grad_norm").replace([np.inf, -np.inf], np.nan)
+        draw_mean(figure, norms.mean(axis=1).dropna(), style, hovertemplate="%{y:.4g}")
+    return legend_below(over_steps(figure, "gradient norm", type="log").update_layout(showlegend=True))
+
+
 def _averaged_seeds(curves: pd.DataFrame) -> pd.DataFrame:
     """Seeds that reach the last step; where none does, all seeds at the steps that all logged."""
     done = curves.loc[:, curves.notna().iloc[-1]]  # a mean that loses a seed on the way would jump
