@@ -46,7 +46,7 @@ def test_report_opens_offline(page: Page, tmp_path: Path) -> None:
     for seed in range(4, MOST_ROWS - 3):  # with the eight of the study one run more than are shown
         make_run(tmp_path, Experiment(name="s", steps=STEPS, seed=seed), curve(5.0 + seed / 100), tps=900.0 + seed)
     report = write_study_report(judge_study(study), study / "report.html")
-    opened(page, report, 2)
+    opened(page, report, 3)
     runs = page.locator("#tables tbody").first.locator("tr")
     assert [runs.count(), runs.locator("visible=true").count()] == [MOST_ROWS + 1, MOST_ROWS]
     page.get_by_role("button", name="tokens/s").first.click(click_count=2, delay=10)
