@@ -33,11 +33,9 @@ _LOOKS: Mapping[str, Look] = {
     TRACING: ("#d0d0d0", "x"),
 }
 _OTHER: Look = ("#000000", "x")
-_STEPS: tuple[Look, ...] = (("#0072B2", ""), ("#E69F00", "/"), ("#56B4E9", "x"), ("#009E73", "."))
 _LANES = {"all-to-all": "exchange", "FSDP collectives": "FSDP"}
 MOST_BARS = 800
 """Of one part of a timeline; the longest are drawn."""
-CAUSES = 6
 
 
 def step_bars(explained: Mapping[str, Explanation], *, replayed: bool = False) -> go.Figure:
